@@ -8,7 +8,7 @@ static int
 moved_slots(oomkit_call *call)
 {
     PyObject *key = NULL; /* borrowed */
-    int changed = oomkit_slots_changed(call, &key);
+    int changed = oomkit_param_slots_changed(call, &key);
 
     if (changed <= 0) {
         return changed;

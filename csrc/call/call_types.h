@@ -35,7 +35,7 @@ typedef struct oomkit_grads {
     oomkit_grad_mark *began; /* split: marks when the micro-batch began, or NULL */
     PyObject *
         *entry; /* owned: the caller's gradients, put away while ours accumulate */
-    int eager;  /* what accumulates is for a stash: .grad stays the caller's */
+    int eager;  /* what accumulates waits for the caller's backward, .grad stays his */
     int apart;  /* ours accumulate beside the caller's and are added last */
     int away;   /* entry holds them now */
     uint64_t engine_runs; /* state->engine_runs when the marks were taken */
@@ -121,14 +121,14 @@ typedef struct oomkit_sequence {
 
 /* optim: scheduler_args.c; undo: parameter_slots.c, parameters.c */
 typedef struct oomkit_metric oomkit_metric;
-typedef struct oomkit_slot oomkit_slot;
+typedef struct oomkit_param_slot oomkit_param_slot;
 typedef struct oomkit_param_copies oomkit_param_copies;
 
 /* How the loss of a call that ran no backward was returned. */
 typedef enum {
     OOMKIT_RETURNED_NOTHING = 0,
     OOMKIT_RETURNED_WHOLE,   /* not split: the caller runs the step's own graph */
-    OOMKIT_RETURNED_EAGER,   /* split, a scalar: its gradients wait in a stash */
+    OOMKIT_RETURNED_EAGER,   /* split, a scalar: its gradients are there, and wait */
     OOMKIT_RETURNED_DEFERRED /* split, a row per sample: run again at the backward */
 } oomkit_returned;
 
@@ -207,7 +207,7 @@ typedef struct oomkit_shape_of {
 /* deferred: a loss that is returned to a caller who runs backward. */
 typedef struct oomkit_deferral {
     oomkit_returned returned;
-    double assumed; /* gradient at the loss that the stash is computed with */
+    double assumed; /* gradient at the loss that the eager ones go by */
     struct oomkit_deferred *replayed; /* borrowed: the call that this one runs again */
     PyObject *inputs;                 /* borrowed: inputs= of the caller's backward */
     int rowwise;   /* its gradient has a row per sample: no weights */
@@ -339,10 +339,10 @@ typedef struct oomkit_owner_marks {
 } oomkit_owner_marks;
 
 /* undo: parameters by module and name, while split. */
-typedef struct oomkit_slots {
-    oomkit_slot *items;
+typedef struct oomkit_param_slots {
+    oomkit_param_slot *items;
     Py_ssize_t count, room;
-} oomkit_slots;
+} oomkit_param_slots;
 
 /* undo: how everything that can go back was at entry of the attempt; a value, which
  * moves by oomkit_savepoint_move(). */
@@ -350,14 +350,14 @@ typedef struct oomkit_savepoint {
     oomkit_rng rng;
     oomkit_buffers buffers;    /* marks; the values are the participants' */
     oomkit_owner_marks owners; /* of optim */
-    oomkit_slots slots;
+    oomkit_param_slots slots;
     oomkit_thread_modes modes; /* of call: see oomkit_modes_entry */
     int modes_known;
     uint32_t *versions; /* of parameters, and behind them two bytes for each: see
                            oomkit_params_flags; or NULL */
     uint64_t *samples;  /* while split: hashes of 64 values each, or NULL */
-    oomkit_param_copies *pristine; /* parameters as they were, or NULL */
-    struct oomkit_plain *plain;    /* of plain: its marks, or NULL; see plain_state.h */
+    oomkit_param_copies *copies; /* parameters as they were, or NULL */
+    struct oomkit_plain *plain;  /* of plain: its marks, or NULL; see plain_state.h */
     PyObject *flags; /* owned: dict of address to (weak reference to a module, its
                            training flag at entry), or NULL */
 } oomkit_savepoint;
@@ -469,8 +469,8 @@ oomkit_call_is_replay(const oomkit_call *call)
     return call->deferred.replayed != NULL;
 }
 
-/* Did the micro-batches of this attempt return one, and run no backward themselves? Do
- * its gradients wait in a stash? Has it a row per sample, so that there are no
+/* Did the micro-batches of this attempt return one, and run no backward themselves? Are
+ * its gradients there already? Has it a row per sample, so that there are no
  * weights? */
 static inline int
 oomkit_loss_is_returned(const oomkit_call *call)

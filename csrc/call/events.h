@@ -84,7 +84,7 @@ typedef struct oomkit_outside {
     /* one that accumulates runs inside another one */
     void (*nests)(const oomkit_state *st);
     /* torch is about to set `training` of a module. 0 or -1. */
-    int (*switches)(oomkit_state *st, PyObject *module);
+    int (*mode_changes)(oomkit_state *st, PyObject *module);
 } oomkit_outside;
 
 typedef struct oomkit_wiring {

@@ -24,39 +24,39 @@ modes_autocast(oomkit_state *st, oomkit_modes *modes, PyObject *type)
     return PyList_Append(modes->autocast, pair);
 }
 
-#define SWITCHES 4096 /* reported ones that are kept while losses wait */
+#define MODES_KEPT 4096 /* reported ones that are kept while losses wait */
 
 /* Forgets what was reported. */
 static int
 modes_forget(oomkit_state *st)
 {
-    Py_ssize_t n = st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log);
+    Py_ssize_t n = st->mode_log == NULL ? 0 : PyList_GET_SIZE(st->mode_log);
 
     st->flags_dropped += (uint64_t)n;
-    return n == 0 ? 0 : PyList_SetSlice(st->switch_log, 0, n, NULL);
+    return n == 0 ? 0 : PyList_SetSlice(st->mode_log, 0, n, NULL);
 }
 
 int
-oomkit_modes_switch(oomkit_state *st, PyObject *module)
+oomkit_mode_log(oomkit_state *st, PyObject *module)
 {
     OWNED PyObject *flag = NULL, *ref = NULL, *pair = NULL;
 
     if (st->waiting == NULL) {
         return 0;
     }
-    if (st->switch_log == NULL && (st->switch_log = PyList_New(0)) == NULL) {
+    if (st->mode_log == NULL && (st->mode_log = PyList_New(0)) == NULL) {
         return -1;
     }
-    if (PyList_GET_SIZE(st->switch_log) >= SWITCHES && modes_forget(st) < 0) {
+    if (PyList_GET_SIZE(st->mode_log) >= MODES_KEPT && modes_forget(st) < 0) {
         return -1;
     }
     flag = PyObject_GetAttr(module, st->str_training);
     ref = flag ? PyWeakref_NewRef(module, NULL) : NULL;
     pair = ref ? PyTuple_Pack(2, ref, flag) : NULL;
-    return pair == NULL ? -1 : PyList_Append(st->switch_log, pair);
+    return pair == NULL ? -1 : PyList_Append(st->mode_log, pair);
 }
 
-/* Where the log of switches stands for a loss that begins to wait. */
+/* Where the log of changed modes stands for a loss that begins to wait. */
 static int
 modes_training(oomkit_state *st, uint64_t *at)
 {
@@ -64,18 +64,18 @@ modes_training(oomkit_state *st, uint64_t *at)
         return -1;
     }
     *at = st->flags_dropped +
-          (uint64_t)(st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log));
+          (uint64_t)(st->mode_log == NULL ? 0 : PyList_GET_SIZE(st->mode_log));
     return 0;
 }
 
 /* Has a module that takes part another flag now than when the loss began to wait? The
  * first report since then has the old one. 1, 0 or -1. */
 static int
-modes_switched(oomkit_call *call, uint64_t at)
+modes_changed(oomkit_call *call, uint64_t at)
 {
     oomkit_state *st = call->st;
     OWNED PyObject *seen = NULL;
-    Py_ssize_t i, n = st->switch_log == NULL ? 0 : PyList_GET_SIZE(st->switch_log);
+    Py_ssize_t i, n = st->mode_log == NULL ? 0 : PyList_GET_SIZE(st->mode_log);
 
     if (at < st->flags_dropped) {
         return 1; /* it cannot be told any more */
@@ -85,9 +85,9 @@ modes_switched(oomkit_call *call, uint64_t at)
         return -1;
     }
     for (i = (Py_ssize_t)(at - st->flags_dropped);
-         i < n && i < PyList_GET_SIZE(st->switch_log); i++) {
-        PyObject *pair = PyList_GET_ITEM(st->switch_log, i); /* borrowed */
-        PyObject *ref = PyTuple_GET_ITEM(pair, 0);           /* borrowed */
+         i < n && i < PyList_GET_SIZE(st->mode_log); i++) {
+        PyObject *pair = PyList_GET_ITEM(st->mode_log, i); /* borrowed */
+        PyObject *ref = PyTuple_GET_ITEM(pair, 0);         /* borrowed */
         OWNED PyObject *module = oomkit_reference_get(ref);
         OWNED PyObject *now = NULL;
         int known = module == NULL ? 1 : PySet_Contains(seen, ref);
@@ -179,7 +179,7 @@ oomkit_modes_differ(oomkit_call *call, const oomkit_modes *modes, const char **w
     int switched;
 
     *why = NULL;
-    switched = modes_switched(call, modes->at);
+    switched = modes_changed(call, modes->at);
     if (switched < 0 || modes_functions(call->st, &functions) < 0) {
         return -1;
     }

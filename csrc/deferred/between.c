@@ -9,7 +9,7 @@
 #include <structmember.h>
 
 /* Pre-hook and hook of one node; the node owns it, and `second` while that runs. */
-typedef struct oomkit_relay {
+typedef struct oomkit_node_hook {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     oomkit_state *st;               /* borrowed from the module */
@@ -18,12 +18,12 @@ typedef struct oomkit_relay {
     PyObject *next; /* owned tuple: where to, as in the node's next_functions */
     uint32_t *versions;
     int ran;
-} oomkit_relay;
+} oomkit_node_hook;
 
-#define between_CAST(op) ((oomkit_relay *)(op))
+#define node_hook_CAST(op) ((oomkit_node_hook *)(op))
 
 static void
-between_forget(oomkit_relay *r)
+between_forget(oomkit_node_hook *r)
 {
     Py_CLEAR(r->outputs);
     Py_CLEAR(r->next);
@@ -35,7 +35,7 @@ between_forget(oomkit_relay *r)
 
 /* The gradients that the node passes on. 0 or -1. */
 static int
-between_note(oomkit_relay *r, PyObject *outputs)
+between_note(oomkit_node_hook *r, PyObject *outputs)
 {
     Py_ssize_t i, n = PyTuple_GET_SIZE(outputs);
     uint32_t *versions =
@@ -65,7 +65,7 @@ static PyObject *
 between_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
                    PyObject *Py_UNUSED(kwnames))
 {
-    oomkit_relay *r = between_CAST(op);
+    oomkit_node_hook *r = node_hook_CAST(op);
     int after = PyVectorcall_NARGS(nargsf) > 1;
 
     if (r->callers == NULL) {
@@ -77,7 +77,7 @@ between_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
             return NULL;
         }
         r->ran = 1;
-        if (r->callers == NULL || PyList_Append(r->callers->relayed, op) < 0) {
+        if (r->callers == NULL || PyList_Append(r->callers->hooks_ran, op) < 0) {
             return r->callers == NULL ? Py_NewRef(Py_None) : NULL;
         }
     }
@@ -99,7 +99,7 @@ between_sequence(PyObject *node, long long *number)
 
 /* 0 or -1. */
 static int
-between_register(oomkit_relay *r, PyObject *node, const char *method)
+between_register(oomkit_node_hook *r, PyObject *node, const char *method)
 {
     OWNED PyObject *handle = PyObject_CallMethod(node, method, "O", r);
 
@@ -114,7 +114,7 @@ between_hang(oomkit_callers *s, PyObject *node, long long newest)
 {
     PyTypeObject *type = (PyTypeObject *)s->st->between_type;
     OWNED PyObject *made = type->tp_alloc(type, 0); /* then by both */
-    oomkit_relay *r = between_CAST(made);
+    oomkit_node_hook *r = node_hook_CAST(made);
     long long number;
 
     if (r == NULL) {
@@ -124,7 +124,7 @@ between_hang(oomkit_callers *s, PyObject *node, long long newest)
     r->st = s->st;
     r->callers = s;
     r->next = PyObject_GetAttr(node, s->st->str_next_functions);
-    if (r->next == NULL || PyDict_SetItem(s->relays, node, made) < 0 ||
+    if (r->next == NULL || PyDict_SetItem(s->node_hooks, node, made) < 0 ||
         between_sequence(node, &number) < 0 ||
         (number <= newest && between_register(r, node, "register_prehook") < 0)) {
         return -1;
@@ -139,11 +139,11 @@ oomkit_between_hang(oomkit_callers *s, PyObject *nodes, PyObject *gradients, int
     Py_ssize_t i;
     int result = 0, failed = 0;
 
-    s->relays = PyDict_New();
-    s->relayed = PyList_New(0);
+    s->node_hooks = PyDict_New();
+    s->hooks_ran = PyList_New(0);
     s->root_gradients = Py_NewRef(gradients);
     s->unreached = losses;
-    if (s->relays == NULL || s->relayed == NULL) {
+    if (s->node_hooks == NULL || s->hooks_ran == NULL) {
         return -1;
     }
     for (i = 0; result == 0 && i < PyList_GET_SIZE(nodes); i++) {
@@ -156,7 +156,7 @@ oomkit_between_hang(oomkit_callers *s, PyObject *nodes, PyObject *gradients, int
     }
     for (i = 0; result == 0 && i < PyList_GET_SIZE(nodes); i++) {
         PyObject *node = PyList_GET_ITEM(nodes, i); /* borrowed */
-        int known = PyDict_Contains(s->relays, node);
+        int known = PyDict_Contains(s->node_hooks, node);
         if (known == 0 && oomkit_node_deferred(s->st, node, &failed) == NULL) {
             result = failed ? -1 : between_hang(s, node, newest);
         }
@@ -171,8 +171,8 @@ oomkit_between_arrived(oomkit_callers *s)
     Py_ssize_t i;
 
     if (s->unreached > 0 && --s->unreached == 0) { /* what they passed is known */
-        for (i = 0; i < PyList_GET_SIZE(s->relayed); i++) {
-            between_forget(between_CAST(PyList_GET_ITEM(s->relayed, i)));
+        for (i = 0; i < PyList_GET_SIZE(s->hooks_ran); i++) {
+            between_forget(node_hook_CAST(PyList_GET_ITEM(s->hooks_ran, i)));
         }
     }
 }
@@ -180,17 +180,17 @@ oomkit_between_arrived(oomkit_callers *s)
 void
 oomkit_between_end(oomkit_callers *s)
 {
-    PyObject *relays = s->relays; /* owned */
-    PyObject *node, *relay;       /* borrowed from relays */
+    PyObject *hooks = s->node_hooks; /* owned */
+    PyObject *node, *hook;           /* borrowed from hooks */
     Py_ssize_t at = 0;
 
-    s->relays = NULL;
-    while (relays != NULL && PyDict_Next(relays, &at, &node, &relay)) {
-        between_CAST(relay)->callers = NULL;
-        between_forget(between_CAST(relay));
+    s->node_hooks = NULL;
+    while (hooks != NULL && PyDict_Next(hooks, &at, &node, &hook)) {
+        node_hook_CAST(hook)->callers = NULL;
+        between_forget(node_hook_CAST(hook));
     }
-    Py_XDECREF(relays);
-    Py_CLEAR(s->relayed);
+    Py_XDECREF(hooks);
+    Py_CLEAR(s->hooks_ran);
     Py_CLEAR(s->root_gradients);
 }
 
@@ -218,19 +218,19 @@ static int
 frontier_add(const oomkit_callers *s, frontier *f, PyObject *node, PyObject *output,
              PyObject *gradient)
 {
-    PyObject *relay; /* borrowed */
+    PyObject *hook; /* borrowed */
     const oomkit_deferred *p;
     int failed = 0;
 
     if (node == Py_None || gradient == Py_None) {
         return 0;
     }
-    relay = PyDict_GetItemWithError(s->relays, node);
-    if (relay == NULL && PyErr_Occurred()) {
+    hook = PyDict_GetItemWithError(s->node_hooks, node);
+    if (hook == NULL && PyErr_Occurred()) {
         return -1;
     }
     p = oomkit_node_deferred(s->st, node, &failed);
-    if (failed || (relay != NULL && between_CAST(relay)->ran) ||
+    if (failed || (hook != NULL && node_hook_CAST(hook)->ran) ||
         (p != NULL && (p->callers != s || p->gradient != NULL))) {
         return failed ? -1 : 0;
     }
@@ -242,7 +242,7 @@ frontier_add(const oomkit_callers *s, frontier *f, PyObject *node, PyObject *out
 
 /* What a node that has run passed on. 0 or -1. */
 static int
-frontier_relay(oomkit_callers *s, frontier *f, const oomkit_relay *r)
+frontier_passed(oomkit_callers *s, frontier *f, const oomkit_node_hook *r)
 {
     Py_ssize_t i, n = r->outputs == NULL ? 0 : PyTuple_GET_SIZE(r->outputs);
     int result = 0;
@@ -294,8 +294,9 @@ frontier_find(oomkit_callers *s, frontier *f, PyObject *reached, PyObject *nodes
     int result = frontier_roots(s, f);
     Py_ssize_t i;
 
-    for (i = 0; result == 0 && i < PyList_GET_SIZE(s->relayed); i++) {
-        result = frontier_relay(s, f, between_CAST(PyList_GET_ITEM(s->relayed, i)));
+    for (i = 0; result == 0 && i < PyList_GET_SIZE(s->hooks_ran); i++) {
+        result =
+            frontier_passed(s, f, node_hook_CAST(PyList_GET_ITEM(s->hooks_ran, i)));
     }
     for (i = 0; result == 0 && i < PyList_GET_SIZE(reached); i++) {
         const oomkit_deferred *p = deferred_CAST(PyList_GET_ITEM(reached, i));
@@ -375,14 +376,14 @@ between_dealloc(PyObject *op)
 {
     PyTypeObject *tp = Py_TYPE(op);
 
-    between_forget(between_CAST(op));
+    between_forget(node_hook_CAST(op));
     tp->tp_free(op);
     Py_DECREF(tp);
 }
 
 static PyMemberDef between_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_relay, vectorcall), READONLY,
-     NULL},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(oomkit_node_hook, vectorcall),
+     READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -397,8 +398,8 @@ static PyType_Slot between_slots[] = {
  * ends.
  */
 PyType_Spec oomkit_between_spec = {
-    .name = "oomkit._C._Relay",
-    .basicsize = sizeof(oomkit_relay),
+    .name = "oomkit._C._NodeHook",
+    .basicsize = sizeof(oomkit_node_hook),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL |
              Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = between_slots,

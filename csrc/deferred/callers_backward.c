@@ -3,8 +3,8 @@
  * Before it runs, the gradients of those who take part are marked. If it runs out of
  * memory, everything goes back to the marks, what the failed graph has saved is freed,
  * and the calls whose losses it reached are run again in smaller micro-batches with the
- * gradients that reached them. Losses of calls that were split already hand out their
- * stash when it has run. */
+ * gradients that reached them. Losses of calls that were split already hand out
+ * their gradients when it has run. */
 #include "callers_backward.h"
 #include "../engine/engine.h"
 #include "../hook/hook.h"
@@ -284,7 +284,7 @@ callers_end(oomkit_callers *s, int finished)
     if (s->calls != s->few_calls) {
         PyMem_Free(s->calls);
     }
-    if (s->relays != NULL) {
+    if (s->node_hooks != NULL) {
         oomkit_between_end(s);
     }
     Py_CLEAR(s->roots);
@@ -386,7 +386,7 @@ oomkit_callers_arrived(oomkit_deferred *p)
     if (p->callers == NULL) {
         return;
     }
-    if (p->callers->relays != NULL) {
+    if (p->callers->node_hooks != NULL) {
         oomkit_between_arrived(p->callers);
     }
     if (p->callers == active) {
@@ -504,5 +504,5 @@ const oomkit_outside oomkit_backward_outside_calls = {
     .engine = oomkit_callers_engine,
     .engine_without_leaves = outside_without_leaves,
     .nests = oomkit_callers_nested,
-    .switches = oomkit_modes_switch,
+    .mode_changes = oomkit_mode_log,
 };

@@ -26,8 +26,8 @@ typedef struct oomkit_callers {
     PyObject *inputs; /* owned: inputs= of the backward, or NULL */
     PyObject *loose; /* owned: leaves of the failed graph that nobody marked, or NULL */
     /* Where several losses are under one root (between.c), else NULL: */
-    PyObject *relays;         /* owned: dict of nodes between them and their relays */
-    PyObject *relayed;        /* owned: list of the relays that ran, in order */
+    PyObject *node_hooks; /* owned: dict of nodes between them and our hooks there */
+    PyObject *hooks_ran;  /* owned: list of those that ran, in order */
     PyObject *root_gradients; /* owned: of the roots, as the engine was given them */
     int unreached;            /* losses that no gradient has reached yet */
     int changed;              /* what was noted has been changed in place since */

@@ -13,7 +13,7 @@
 typedef struct oomkit_modes {
     PyObject *autocast; /* owned: list of (device type, dtype) that were on, or NULL */
     Py_ssize_t functions; /* torch function modes on the stack */
-    uint64_t at; /* how many switches of train() and eval() were reported before */
+    uint64_t at;          /* how often train() or eval() was reported before */
 } oomkit_modes;
 
 struct oomkit_callers;
@@ -64,7 +64,7 @@ typedef struct oomkit_deferred {
     int64_t slice_count;
     PyObject **eager; /* owned array of owned gradients (one per parameter), or NULL */
     Py_ssize_t eager_count;
-    double assumed; /* the gradient that the stash was computed with */
+    double assumed; /* the gradient that the eager ones were computed with */
 } oomkit_deferred;
 
 #define deferred_CAST(op) ((oomkit_deferred *)(op))
@@ -147,7 +147,7 @@ void
 oomkit_modes_clear(oomkit_modes *modes);
 /* torch is about to set `training` of a module while losses wait. 0 or -1. */
 int
-oomkit_modes_switch(oomkit_state *st, PyObject *module);
+oomkit_mode_log(oomkit_state *st, PyObject *module);
 
 /* --- replay.c --- */
 
@@ -173,8 +173,8 @@ oomkit_replay_end(oomkit_call *call, const oomkit_deferred *pending, int finishe
 int
 oomkit_eager_assume(oomkit_call *call, double *gradient);
 
-/* Adds gradient / assumed times the stash to .grad. 0; 1 when that would not be exact
- * and the call has to be run again; -1. `keep`: the stash is needed once more. */
+/* Adds gradient / assumed times the eager gradients to .grad. 0; 1 when that would not
+ * be exact and the call has to be run again; -1. `keep`: they are needed once more. */
 int
 oomkit_eager_deposit(oomkit_deferred *pending, int keep);
 

@@ -140,7 +140,7 @@ eager_is_coarse(const oomkit_deferred *p)
     return 0;
 }
 
-/* .grad of one parameter plus ratio times its stash. 0 or -1. */
+/* .grad of one parameter plus ratio times its eager gradient. 0 or -1. */
 static int
 deposit_one(oomkit_deferred *p, Py_ssize_t i, PyObject *ratio, int keep)
 {

@@ -337,7 +337,7 @@ failed_replay_all(oomkit_callers *s, PyObject *reached, PyObject *exception)
 /* Everything that was reached has its gradients already, and what reaches each loss is
  * known: what failed need not be run. Steals `exception`. */
 static int
-failed_before_stashes(oomkit_callers *s, PyObject *reached, PyObject *exception)
+failed_before_eager(oomkit_callers *s, PyObject *reached, PyObject *exception)
 {
     Py_ssize_t i;
 
@@ -394,7 +394,7 @@ failed_reached(oomkit_callers *s, PyObject *exception, PyObject *reached, int pa
             "participants=... to auto_batch, and clear its .grad before you continue";
     }
     if (why == NULL && first < 0) {
-        return failed_before_stashes(s, reached, exception);
+        return failed_before_eager(s, reached, exception);
     }
     if (why != NULL) {
         return failed_give_up(s, deferred_CAST(PyList_GET_ITEM(reached, 0)), exception,
@@ -415,7 +415,7 @@ failed_reached(oomkit_callers *s, PyObject *exception, PyObject *reached, int pa
 static int
 failed_resume(oomkit_callers *s, PyObject *reached, PyObject *nodes, int paths)
 {
-    if (s->relays == NULL || paths || s->foreign ||
+    if (s->node_hooks == NULL || paths || s->foreign ||
         oomkit_between_resume(s, reached, nodes) == 0) {
         return 0;
     }

@@ -79,7 +79,7 @@ oomkit_callers_finish(oomkit_callers *s)
             again = -1;
         }
         if (again < 0 || (again > 0 && oomkit_callers_again(s, p, NULL) < 0)) {
-            p->spent = 1; /* a part of its stash may be gone */
+            p->spent = 1; /* some of its gradients may be gone */
             return -1;
         }
     }

@@ -1,9 +1,10 @@
 /* A micro-batch whose result still needs backward: the caller will run it on what the
  * call returns, so the gradient that will reach the loss is not known yet.
  *
- * A scalar loss: the backward runs now, with the gradient that is likely, into a stash
- * that the caller's backward scales by what really came. A loss with a row per sample:
- * only its values are kept, and the call is run again when the gradient is there. */
+ * A scalar loss: the backward runs now, with the gradient that is likely; the
+ * caller's backward scales what it gave by what really came. A loss with a row per
+ * sample: only its values are kept, and the call is run again when the gradient is
+ * there. */
 #include "deferred.h"
 #include "../accum/accum.h"
 #include "../call/call.h"
@@ -194,13 +195,13 @@ returned_replay(oomkit_call *call, PyObject *loss, int scalar)
     return own == NULL ? -1 : returned_backward(call, loss, own);
 }
 
-/* The backward of a scalar loss, into the stash. 0 or -1. */
+/* The backward of a scalar loss, before the caller's. 0 or -1. */
 static int
-returned_stash(oomkit_call *call, PyObject *loss)
+returned_eager(oomkit_call *call, PyObject *loss)
 {
     OWNED PyObject *shape = NULL, *gradient = NULL;
 
-    oomkit_grads_stash(call);
+    oomkit_grads_begin_eager(call);
     if (call->cut->at == 0) {
         int half = call->step->half ? 1 : oomkit_graph_has_half(call->st, loss);
         if (half < 0 || oomkit_eager_assume(call, &call->deferred.assumed) < 0) {
@@ -291,7 +292,7 @@ returned_micro(oomkit_call *call, PyObject *result)
     if (state != 0) {
         return state;
     }
-    return scalar ? returned_stash(call, loss) : returned_defer(call, loss);
+    return scalar ? returned_eager(call, loss) : returned_defer(call, loss);
 }
 
 static int

@@ -22,7 +22,7 @@
 typedef struct replay_now {
     oomkit_savepoint at; /* random numbers, participants, plain state: what the call did
                             to these counts once */
-    oomkit_flags switches;
+    oomkit_flags flags;
     oomkit_memo *buffers;       /* tensors: host copy */
     int rng_used, buffers_used; /* by others since the call */
     int finished;               /* the replay has */
@@ -134,7 +134,7 @@ now_note(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
     moved = oomkit_rng_now(call, &p->after, &now->at);
     now->rng_used = moved != 0;
     if (moved < 0 || now_buffers(call, p, now) < 0 ||
-        oomkit_flags_read(call, &now->switches) < 0 || oomkit_owners_mark(call) < 0 ||
+        oomkit_flags_read(call, &now->flags) < 0 || oomkit_owners_mark(call) < 0 ||
         oomkit_plain_now(call, &now->at) < 0) {
         return -1;
     }
@@ -146,7 +146,7 @@ static void
 now_clear(replay_now *now)
 {
     oomkit_savepoint_free(&now->at);
-    oomkit_flags_clear(&now->switches);
+    oomkit_flags_clear(&now->flags);
     oomkit_memo_drop(&now->buffers);
 }
 
@@ -182,7 +182,7 @@ now_restore_once(void *argument)
             result = now_restore_buffers(st, now->buffers);
         }
         if (result == 0) {
-            result = oomkit_flags_write(call, &now->switches);
+            result = oomkit_flags_write(call, &now->flags);
         }
         if (result == 0) {
             result = oomkit_owners_restore_now(call, &now->at);

@@ -232,7 +232,7 @@ oomkit_attempt_join(oomkit_call *call)
 int
 oomkit_attempt_marks(oomkit_call *call)
 {
-    return oomkit_params_sample(call) < 0 || oomkit_slots_note(call) < 0 ||
+    return oomkit_params_sample(call) < 0 || oomkit_param_slots_note(call) < 0 ||
                    oomkit_owners_epochs_note(call) < 0 ||
                    oomkit_param_copies_take(call) < 0
                ? -1

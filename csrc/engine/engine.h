@@ -95,9 +95,9 @@ oomkit_captured_run(oomkit_call *call);
 
 /* --- passthrough.c --- */
 /* An error that is not ours to recover from. While the call is split, and
- * for a KeyboardInterrupt, the attempt is taken back first, so that no stash and no
- * half-done accumulation is left; the error keeps its traceback and gets a note. Steals
- * `exception`. -1 always. */
+ * for a KeyboardInterrupt, the attempt is taken back first, so that no parked gradient
+ * and no half-done accumulation is left; the error keeps its traceback and gets a note.
+ * Steals `exception`. -1 always. */
 int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception);
 void

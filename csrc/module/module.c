@@ -342,7 +342,7 @@ module_forward_begins(PyObject *Py_UNUSED(module), PyObject *const *args,
 
 /* torch.nn.Module.train() is about to set the flag of this module. */
 static PyObject *
-module_switch_begins(PyObject *module, PyObject *target)
+module_mode_changes(PyObject *module, PyObject *target)
 {
     if (oomkit_flags_note(oomkit_state_of_module(module), target) < 0) {
         return NULL;
@@ -447,8 +447,8 @@ static PyMethodDef module_methods[] = {
     {"_attributes", (PyCFunction)(void (*)(void))module_attributes, METH_FASTCALL,
      "_attributes(object, but, /)\n--\n\n"
      "(name, value) of each name that is a str and is not in the set `but`."},
-    {"_switch_begins", module_switch_begins, METH_O,
-     "_switch_begins(module, /)\n--\n\nBefore a module's train() or eval()."},
+    {"_mode_changes", module_mode_changes, METH_O,
+     "_mode_changes(module, /)\n--\n\nBefore a module's train() or eval()."},
     {"_zero_grad_begins", module_zero_grad_begins, METH_O,
      "_zero_grad_begins(module, /)\n--\n\nBefore a module's zero_grad()."},
     {"_optimizer_begins", (PyCFunction)(void (*)(void))module_optimizer_begins,

@@ -94,8 +94,8 @@ watch_tell_gradients(oomkit_call *call, const char *method, int parked)
     if (list == NULL) {
         return -1;
     }
-    if (oomkit_grads_stashed(call)) {
-        done = PyObject_CallMethod(call->proof->judge, "stashed", NULL);
+    if (oomkit_grads_are_eager(call)) {
+        done = PyObject_CallMethod(call->proof->judge, "eager", NULL);
         if (done == NULL) {
             return -1;
         }
@@ -110,7 +110,7 @@ proof_swept(oomkit_call *call)
         return watch_tell_gradients(call, "parked", 1);
     }
     return call->proof->raw
-               ? watch_tell_gradients(call, "swept", oomkit_grads_stashed(call))
+               ? watch_tell_gradients(call, "swept", oomkit_grads_are_eager(call))
                : 0;
 }
 
@@ -121,9 +121,9 @@ oomkit_proof_finish(oomkit_proof *p)
     OWNED PyObject *done =
         marks ? PyObject_CallMethod(p->judge, "ended", "O", marks) : NULL;
 
-    return done == NULL
-               ? -1
-               : watch_tell_gradients(p->call, "finish", oomkit_grads_stashed(p->call));
+    return done == NULL ? -1
+                        : watch_tell_gradients(p->call, "finish",
+                                               oomkit_grads_are_eager(p->call));
 }
 
 int

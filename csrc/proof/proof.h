@@ -43,7 +43,7 @@ typedef struct oomkit_proof {
     Py_ssize_t gradient_count;
     uint8_t *moving; /* owned: parts->moving as it was */
     oomkit_cut_own cut;
-    PyObject *switches; /* owned */
+    PyObject *flags; /* owned */
     oomkit_join join;
     int saved; /* the batch's values were copied for the proof */
 } oomkit_proof;

@@ -55,7 +55,7 @@ oomkit_proof_aside(oomkit_proof *p)
     p->grads = call->grads;
     memset(&call->grads, 0, sizeof(call->grads));
     oomkit_cut_aside(call, &p->cut);
-    p->switches = oomkit_flags_take(call);
+    p->flags = oomkit_flags_take(call);
     oomkit_join_aside(&call->cut->join, &p->join);
     call->batch.views = 1; /* a leaf that the step makes of it is another one then */
     call->proof = p;
@@ -103,7 +103,7 @@ oomkit_proof_back(oomkit_proof *p)
     call->grads = p->grads;
     oomkit_cut_back(call, &p->cut);
     call->options = p->own_options;
-    oomkit_flags_put(call, p->switches);
+    oomkit_flags_put(call, p->flags);
     if (call->tries.restart == 0) { /* else there are other participants to be marked */
         result = oomkit_savepoint_take(call);
     }

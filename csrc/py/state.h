@@ -290,7 +290,7 @@
     X(zero_grad_hook)  /* our function in place of torch.nn.Module.zero_grad, or NULL  \
                         */                                                             \
     X(plain_zero_grad) /* torch.optim.Optimizer.zero_grad, None if patched, or NULL */ \
-    X(switch_log)  /* list of (module, flag): train() and eval() while losses wait */  \
+    X(mode_log)    /* list of (module, flag): train() and eval() while losses wait */  \
     X(outer_hook)  /* our callable in place of torch.autograd.backward */              \
     X(chunk_sites) /* dict: where a loop over chunks() is -> its step, or NULL */      \
     X(settings_seen) /* the allocator's settings when they were last read, or NULL */  \
@@ -403,7 +403,7 @@ typedef struct oomkit_state {
     int keeps_nothing;                 /* sizes go with their step: for tests */
     int proves_nothing;                /* as with verify=False everywhere: for tests */
     int bound;                         /* state_bind has succeeded */
-    uint64_t flags_dropped;            /* reports that switch_log holds no more */
+    uint64_t flags_dropped;            /* reports that mode_log holds no more */
     int withheld_ready;   /* torch's helpers accept that gradients are withheld */
     int backward_patched; /* our hook is installed */
     oomkit_type_kind kinds[OOMKIT_TYPE_KINDS];

@@ -16,7 +16,7 @@ oomkit_flags_note(oomkit_state *st, PyObject *module)
     OWNED PyObject *address = NULL, *flag = NULL, *ref = NULL, *pair = NULL;
     PyObject *known; /* borrowed from the dict */
 
-    if (st->wiring->outside->switches(st, module) < 0) {
+    if (st->wiring->outside->mode_changes(st, module) < 0) {
         return -1;
     }
     if (call == NULL) {

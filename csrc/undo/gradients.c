@@ -251,7 +251,7 @@ parked_refuse_changed(oomkit_call *call)
                      name, (long long)(call->cut->at + 1), (long long)call->cut->count);
 }
 
-/* Moves every gradient to the stash, so that what follows in this micro-batch sees
+/* Takes every gradient out of .grad, so that what follows in this micro-batch sees
  * none; or, in a call whose loss is returned, the caller's own. */
 int
 oomkit_grads_park(oomkit_call *call)
@@ -279,7 +279,7 @@ oomkit_grads_park(oomkit_call *call)
     return parked_note(call) < 0 ? -1 : g->apart ? 0 : oomkit_grads_bring_back(call);
 }
 
-/* Puts the stash back before the next backward, so that accumulation sums. */
+/* Puts them back before the next backward, so that accumulation sums. */
 int
 oomkit_grads_unpark(oomkit_call *call)
 {

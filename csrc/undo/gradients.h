@@ -28,9 +28,9 @@ oomkit_grads_parked(const oomkit_call *call)
     return call->grads.is_parked;
 }
 
-/* Do those of this attempt wait in a stash for the caller's backward? */
+/* Were those of this attempt computed before the caller's backward, and wait for it? */
 static inline int
-oomkit_grads_stashed(const oomkit_call *call)
+oomkit_grads_are_eager(const oomkit_call *call)
 {
     return call->grads.eager;
 }
@@ -114,9 +114,10 @@ oomkit_grads_force_copies(oomkit_call *call)
     call->grads.force_copies = 1;
 }
 
-/* What accumulates from here on is for a stash: .grad stays the caller's. */
+/* What accumulates from here on waits for the caller's backward: .grad stays the
+ * caller's. */
 static inline void
-oomkit_grads_stash(oomkit_call *call)
+oomkit_grads_begin_eager(oomkit_call *call)
 {
     call->grads.eager = 1;
 }

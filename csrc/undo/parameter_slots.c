@@ -2,17 +2,17 @@
  * replaces is no longer the one that the optimizer and the marks know. */
 #include "undo.h"
 
-struct oomkit_slot {
+struct oomkit_param_slot {
     PyObject *dict;  /* owned: a module's _parameters */
     PyObject *key;   /* owned */
     PyObject *value; /* owned */
 };
 
 void
-oomkit_slots_release(oomkit_call *call)
+oomkit_param_slots_release(oomkit_call *call)
 {
     Py_ssize_t count = call->entry.slots.count;
-    oomkit_slot *slots = call->entry.slots.items;
+    oomkit_param_slot *slots = call->entry.slots.items;
 
     call->entry.slots.items =
         NULL; /* first: a finaliser that runs here must see no half of it */
@@ -28,8 +28,8 @@ oomkit_slots_release(oomkit_call *call)
 static int
 slots_add(oomkit_call *call, PyObject *dict, PyObject *key, PyObject *value)
 {
-    oomkit_slots *slots = &call->entry.slots;
-    oomkit_slot *slot;
+    oomkit_param_slots *slots = &call->entry.slots;
+    oomkit_param_slot *slot;
 
     if (ARRAY_GROW(slots->items, slots->count, slots->room) < 0) {
         return -1;
@@ -43,13 +43,13 @@ slots_add(oomkit_call *call, PyObject *dict, PyObject *key, PyObject *value)
 
 /* Before a split attempt. 0 or -1. */
 int
-oomkit_slots_note(oomkit_call *call)
+oomkit_param_slots_note(oomkit_call *call)
 {
     PyObject *roots = call->parts->roots; /* borrowed */
     PyObject *key, *value;                /* borrowed from the dict */
     Py_ssize_t i;
 
-    oomkit_slots_release(call);
+    oomkit_param_slots_release(call);
     for (i = 0; roots != NULL && i < PyList_GET_SIZE(roots); i++) {
         OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
         OWNED PyObject *dict = NULL;
@@ -73,11 +73,11 @@ oomkit_slots_note(oomkit_call *call)
 /* At the end of a micro-batch: 1 and *key (borrowed) of a parameter that was replaced
  * or taken out, 0, -1. */
 int
-oomkit_slots_changed(const oomkit_call *call, PyObject **key)
+oomkit_param_slots_changed(const oomkit_call *call, PyObject **key)
 {
     Py_ssize_t i;
     for (i = 0; i < call->entry.slots.count; i++) {
-        const oomkit_slot *slot = &call->entry.slots.items[i];
+        const oomkit_param_slot *slot = &call->entry.slots.items[i];
         PyObject *now = PyDict_GetItemWithError(slot->dict, slot->key); /* borrowed */
         if (now == NULL && PyErr_Occurred()) {
             return -1;
@@ -92,11 +92,11 @@ oomkit_slots_changed(const oomkit_call *call, PyObject **key)
 
 /* Every parameter back at its name. 0 or -1. */
 int
-oomkit_slots_restore(oomkit_call *call)
+oomkit_param_slots_restore(oomkit_call *call)
 {
     Py_ssize_t i;
     for (i = 0; i < call->entry.slots.count; i++) {
-        oomkit_slot *slot = &call->entry.slots.items[i];
+        oomkit_param_slot *slot = &call->entry.slots.items[i];
         PyObject *now = PyDict_GetItemWithError(slot->dict, slot->key); /* borrowed */
         if (now != slot->value &&
             (PyErr_Occurred() ||

@@ -15,8 +15,8 @@
 #include "../plain/plain.h"
 #include "../py/tensor.h"
 
-#define PRISTINE_BYTES (256u << 20) /* of all of them together */
-#define IMAGE_BYTES (1u << 16)      /* one up to this is kept as bytes */
+#define COPIED_BYTES (256u << 20) /* of all of them together */
+#define IMAGE_BYTES (1u << 16)    /* one up to this is kept as bytes */
 
 typedef struct param_copy {
     PyObject *copy; /* owned host copy, or NULL */
@@ -35,10 +35,10 @@ struct oomkit_param_copies {
 void
 oomkit_param_copies_release(oomkit_call *call)
 {
-    oomkit_param_copies *p = call->entry.pristine;
+    oomkit_param_copies *p = call->entry.copies;
     Py_ssize_t i;
 
-    call->entry.pristine = NULL; /* first: a finaliser that runs here must see none */
+    call->entry.copies = NULL; /* first: a finaliser that runs here must see none */
     for (i = 0; p != NULL && i < p->count; i++) {
         Py_CLEAR(p->items[i].copy);
         PyMem_Free(p->items[i].image);
@@ -62,8 +62,8 @@ param_copies_measure(const oomkit_call *call, uint64_t *total)
     Py_ssize_t i;
 
     *total = 0;
-    for (i = 0; i < call->entry.pristine->count; i++) {
-        param_copy *item = &call->entry.pristine->items[i];
+    for (i = 0; i < call->entry.copies->count; i++) {
+        param_copy *item = &call->entry.copies->items[i];
         if (param_copies_facts(call, i, &facts) < 0) {
             return -1;
         }
@@ -81,7 +81,7 @@ static int
 param_copies_image(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    param_copy *item = &call->entry.pristine->items[i];
+    param_copy *item = &call->entry.copies->items[i];
 
     if (item->bytes == 0) {
         return 0;
@@ -104,7 +104,7 @@ param_copies_image(const oomkit_call *call, Py_ssize_t i)
 static int
 param_copies_take_one(oomkit_call *call, Py_ssize_t i)
 {
-    param_copy *item = &call->entry.pristine->items[i];
+    param_copy *item = &call->entry.copies->items[i];
     int taken = param_copies_image(call, i);
 
     if (taken != 0) {
@@ -126,14 +126,14 @@ param_copies_room(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
 
-    if (call->entry.pristine == NULL) {
-        call->entry.pristine = PyMem_Calloc(1, sizeof(oomkit_param_copies) +
-                                                   (size_t)n * sizeof(param_copy));
-        if (call->entry.pristine == NULL) {
+    if (call->entry.copies == NULL) {
+        call->entry.copies = PyMem_Calloc(1, sizeof(oomkit_param_copies) +
+                                                 (size_t)n * sizeof(param_copy));
+        if (call->entry.copies == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        call->entry.pristine->count = n;
+        call->entry.copies->count = n;
     }
     return 0;
 }
@@ -152,7 +152,7 @@ param_copies_take_all(oomkit_call *call, uint64_t most)
         oomkit_param_copies_release(call);
         return 0;
     }
-    for (i = 0; i < call->entry.pristine->count; i++) {
+    for (i = 0; i < call->entry.copies->count; i++) {
         if (param_copies_take_one(call, i) < 0) {
             return -1;
         }
@@ -173,20 +173,20 @@ oomkit_param_copies_begin(oomkit_call *call)
     if (oomkit_params_sample(call) < 0) {
         return -1;
     }
-    return !shown || call->entry.pristine != NULL
+    return !shown || call->entry.copies != NULL
                ? 0
                : param_copies_take_all(
-                     call, call->options->optimizer_copy ? UINT64_MAX : PRISTINE_BYTES);
+                     call, call->options->optimizer_copy ? UINT64_MAX : COPIED_BYTES);
 }
 
 int
 oomkit_param_copies_take(oomkit_call *call)
 {
     if ((call->step->effects_said && call->proof == NULL) ||
-        call->entry.pristine != NULL || call->parts->param_count == 0) {
+        call->entry.copies != NULL || call->parts->param_count == 0) {
         return 0;
     }
-    return param_copies_take_all(call, PRISTINE_BYTES);
+    return param_copies_take_all(call, COPIED_BYTES);
 }
 
 void
@@ -282,16 +282,16 @@ oomkit_param_copies_rest(oomkit_call *call)
     Py_ssize_t i;
 
     if (call->parts->param_count == 0 ||
-        (call->entry.pristine != NULL && call->entry.pristine->rest)) {
+        (call->entry.copies != NULL && call->entry.copies->rest)) {
         return 0;
     }
-    if (call->entry.pristine == NULL &&
+    if (call->entry.copies == NULL &&
         (param_copies_room(call) < 0 || param_copies_measure(call, &ignored) < 0)) {
         return -1;
     }
     known = rest_all_known(call);
-    for (i = 0; known != NULL && i < call->entry.pristine->count; i++) {
-        const param_copy *item = &call->entry.pristine->items[i];
+    for (i = 0; known != NULL && i < call->entry.copies->count; i++) {
+        const param_copy *item = &call->entry.copies->items[i];
         int has = rest_has(known, call->parts->params[i]);
         if (has == 0 && item->copy == NULL && item->image == NULL) {
             const int same = param_copies_same(call, i);
@@ -306,7 +306,7 @@ oomkit_param_copies_rest(oomkit_call *call)
     if (known == NULL) {
         return -1;
     }
-    call->entry.pristine->rest = 1;
+    call->entry.copies->rest = 1;
     return 0;
 }
 
@@ -328,7 +328,7 @@ static int
 param_copies_copy_back(const oomkit_call *call, Py_ssize_t i,
                        const oomkit_tensor_facts *facts)
 {
-    PyObject *copy = call->entry.pristine->items[i].copy; /* borrowed */
+    PyObject *copy = call->entry.copies->items[i].copy; /* borrowed */
 
     if (facts->device_type == 0 && facts->is_strided) {
         OWNED PyObject *equal =
@@ -353,7 +353,7 @@ static int
 param_copies_through(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    const param_copy *item = &call->entry.pristine->items[i];
+    const param_copy *item = &call->entry.copies->items[i];
     OWNED PyObject *plain =
         PyObject_CallMethodNoArgs(call->parts->params[i], st->str_detach);
     OWNED PyObject *fresh =
@@ -374,7 +374,7 @@ static int
 param_copies_put_back(const oomkit_call *call, Py_ssize_t i)
 {
     const oomkit_state *st = call->st;
-    const param_copy *item = &call->entry.pristine->items[i];
+    const param_copy *item = &call->entry.copies->items[i];
     oomkit_tensor_facts facts;
     int result;
 
@@ -402,7 +402,7 @@ param_copies_put_back(const oomkit_call *call, Py_ssize_t i)
 static int
 param_copies_restore_one(oomkit_call *call, Py_ssize_t i)
 {
-    param_copy *item = &call->entry.pristine->items[i];
+    param_copy *item = &call->entry.copies->items[i];
     int done = param_copies_put_back(call, i);
 
     item->stuck = done == 2;
@@ -415,8 +415,7 @@ param_copies_restore_one(oomkit_call *call, Py_ssize_t i)
 static int
 param_copies_unknown(const oomkit_call *call, Py_ssize_t i)
 {
-    const param_copy *item =
-        call->entry.pristine ? &call->entry.pristine->items[i] : NULL;
+    const param_copy *item = call->entry.copies ? &call->entry.copies->items[i] : NULL;
     oomkit_tensor_facts facts;
 
     if (!oomkit_writes_hidden(call) ||
@@ -436,8 +435,7 @@ param_copies_stay(oomkit_call *call, Py_ssize_t *which)
     for (i = 0; i < call->parts->param_count; i++) {
         int unknown = param_copies_unknown(call, i);
         int same = unknown < 0 ? -1 : param_copies_same(call, i);
-        int stuck =
-            call->entry.pristine != NULL && call->entry.pristine->items[i].stuck;
+        int stuck = call->entry.copies != NULL && call->entry.copies->items[i].stuck;
         if (same < 0) {
             return -1;
         }
@@ -463,7 +461,7 @@ oomkit_param_copies_restore(oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i, at;
     int moved = oomkit_writes_hidden(call) || /* what no version tells of */
-                (call->entry.pristine != NULL && call->entry.pristine->rest);
+                (call->entry.copies != NULL && call->entry.copies->rest);
 
     if (call->entry.versions == NULL) {
         return 0;
@@ -477,7 +475,7 @@ oomkit_param_copies_restore(oomkit_call *call, Py_ssize_t *which)
     if (moved <= 0) {
         return moved;
     }
-    for (i = 0; call->entry.pristine != NULL && i < call->entry.pristine->count; i++) {
+    for (i = 0; call->entry.copies != NULL && i < call->entry.copies->count; i++) {
         if (param_copies_restore_one(call, i) < 0) {
             return -1;
         }

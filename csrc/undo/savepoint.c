@@ -36,7 +36,7 @@ static int
 slots_restore(oomkit_call *call, PyObject **message)
 {
     (void)message;
-    return oomkit_slots_restore(call);
+    return oomkit_param_slots_restore(call);
 }
 
 static int
@@ -285,7 +285,7 @@ oomkit_savepoint_end(oomkit_call *call)
     oomkit_grads_release(call);
     Py_CLEAR(call->entry.flags);
     oomkit_params_unmark(call);
-    oomkit_slots_release(call);
+    oomkit_param_slots_release(call);
     Py_CLEAR(call->refused.hooked);
 }
 

@@ -74,7 +74,8 @@ oomkit_flags_keep(oomkit_call *call);
 int
 oomkit_flags_note_end(oomkit_call *call);
 /* Has a parameter been frozen or unfrozen since the end of the call that `since` is of?
- * A backward heeds that; neither a replay from the entry nor a stash does. 1, 0, -1. */
+ * A backward heeds that; neither a replay from the entry nor an eager backward does. 1,
+ * 0, -1. */
 int
 oomkit_flags_frozen_since(oomkit_state *st, const oomkit_participants *parts,
                           const oomkit_savepoint *since);
@@ -134,13 +135,13 @@ oomkit_grads_end_micro(oomkit_call *call);
 
 /* --- parameter_slots.c --- */
 int
-oomkit_slots_note(oomkit_call *call);
+oomkit_param_slots_note(oomkit_call *call);
 int
-oomkit_slots_changed(const oomkit_call *call, PyObject **key);
+oomkit_param_slots_changed(const oomkit_call *call, PyObject **key);
 int
-oomkit_slots_restore(oomkit_call *call);
+oomkit_param_slots_restore(oomkit_call *call);
 void
-oomkit_slots_release(oomkit_call *call);
+oomkit_param_slots_release(oomkit_call *call);
 
 /* --- random.c --- */
 int

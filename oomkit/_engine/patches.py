@@ -27,7 +27,7 @@ def watch_train() -> None:
     @functools.wraps(plain)
     def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
         if not is_compiling():  # no call of ours fits into a graph of torch.compile
-            _C._switch_begins(self)
+            _C._mode_changes(self)
         return plain(self, mode)
 
     torch.nn.Module.train = train  # type: ignore[method-assign, assignment]

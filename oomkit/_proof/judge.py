@@ -272,7 +272,7 @@ class Proof:
             present = {i: g for i, g in enumerate(gradients) if g is not None}
             run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
 
-    def stashed(self) -> None:
+    def eager(self) -> None:
         """What comes now was accumulated apart from the gradients of the entry."""
         self._entry = {}
 

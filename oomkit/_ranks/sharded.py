@@ -177,7 +177,7 @@ class Group:
             of.reduce_grads, of.all_reduce_grads = before
 
     def back(self) -> None:
-        """Gradients that were not added up are gone, and the step's switches are as at entry."""
+        """Gradients that were not added up are gone, and the step's flags are as at entry."""
         self.take()
         self.of.reduce_grads, self.of.all_reduce_grads = self.reduces
 

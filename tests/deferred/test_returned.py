@@ -241,7 +241,7 @@ def test_a_dropped_loss_frees_everything(k: int) -> None:
         loss = step(x, y)
         del x
         if k == 2:
-            assert alive() is not None  # a stash may have to be computed again
+            assert alive() is not None  # its gradients may have to be computed again
         del loss
         assert alive() is None
     finally:

@@ -82,7 +82,7 @@ def test_grad_scaler() -> None:
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_half_precision_is_never_scaled(k: int) -> None:
-    """A stash in fp16 that was computed with another gradient is computed again."""
+    """Eager gradients in fp16, computed with another gradient, are computed again."""
 
     def run(step: Any, scale: float) -> list[torch.Tensor | None]:
         model.zero_grad()
@@ -103,7 +103,7 @@ def test_half_precision_is_never_scaled(k: int) -> None:
     whole = run(loss_of(model), scale)
     got = run(step, scale)
     assert same(got, want if k == 2 else whole)
-    assert same(run(step, scale), got)  # guessed right: the stash itself, the same values
+    assert same(run(step, scale), got)  # guessed right: the very gradients, the same values
     for a, b in zip(got, whole, strict=True):
         assert a is not None and b is not None
         assert (a - b).abs().max() <= 4e-3 * b.abs().max()

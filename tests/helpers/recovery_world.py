@@ -20,7 +20,7 @@ from oomkit.testing import force_slices
 
 SEED = 20240607
 BATCH = 8
-FORMS = ("inside", "flag", "returned", "rows", "stash", "deferred", "evaluation")
+FORMS = ("inside", "flag", "returned", "rows", "eager", "deferred", "evaluation")
 
 Disturbance = AbstractContextManager[Any]
 
@@ -127,7 +127,7 @@ class World:
             optimizer=self.opt,
             participants=(self.counter,),
             backward=True if self.form == "flag" else None,
-            accumulation_steps=2 if self.form in ("stash", "deferred") else 1,
+            accumulation_steps=2 if self.form in ("eager", "deferred") else 1,
             min_micro_batch=2,  # of one row batch_norm makes nothing
             gradient_safety="copy" if gradients else "auto",
             on_retry=self._on_retry,
@@ -142,7 +142,7 @@ class World:
     @property
     def second(self) -> bool:
         """Does the caller run backward?"""
-        return self.form in ("returned", "rows", "stash", "deferred")
+        return self.form in ("returned", "rows", "eager", "deferred")
 
     def parts(self) -> tuple[str, ...]:
         return ("call", "back") if self.second else ("call",)
@@ -245,7 +245,7 @@ class Judge:
         self.options = options
         self._undisturbed: dict[Any, Any] = {}
         # What the call itself does where nothing disturbs it, as a number of slices.
-        self.slices = 2 if form in ("stash", "deferred") else 1
+        self.slices = 2 if form in ("eager", "deferred") else 1
 
     def world(self) -> World:
         torch.set_grad_enabled(True)  # torch's own context managers lose it to an interrupt

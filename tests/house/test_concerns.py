@@ -26,7 +26,7 @@ OWNER = {
     "oomkit_rng": "undo",
     "oomkit_buffer": "undo",
     "oomkit_buffers": "undo",
-    "oomkit_slots": "undo",
+    "oomkit_param_slots": "undo",
     "oomkit_owner_marks": "optim",
     "oomkit_updating": "optim",
     "oomkit_optimizer_mark": "optim",

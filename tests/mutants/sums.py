@@ -71,7 +71,7 @@ MUTANTS = [
         ("accum/test_weights.py::test_split_equals_whole",),
     ),
     Mutant(
-        "stash-lost",
+        "eager-gradients-lost",
         "parked gradients come back before the next backward, so that they add up",
         "csrc/undo/gradients.c",
         "            if (grads_set(call, i, g->parked[i]) < 0) {",
@@ -139,7 +139,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "returned-stash-in-place",
+        "eager-gradients-in-place",
         "while a returned loss is split the caller's gradients stay as they are",
         "csrc/undo/gradients.c",
         "    if (g->eager && !g->away && oomkit_grads_put_away(call) < 0) {",
@@ -156,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "deposit-of-the-first-loss",
-        "a gradient that is there when a stash is deposited is added to, not replaced",
+        "a gradient that is there when eager ones are deposited is added to, not replaced",
         "csrc/deferred/eager.c",
         "    if (gradient == Py_None) {\n        return PyObject_SetAttr(",
         "    if (1) {\n        return PyObject_SetAttr(",

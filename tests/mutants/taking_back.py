@@ -240,7 +240,7 @@ MUTANTS = [
         ("undo/test_switches.py::test_a_replay_begins_as_the_call_began",),
     ),
     Mutant(
-        "no-pristine-restore",
+        "no-copies-of-parameters-restore",
         "what a step wrote to parameters in the first micro-batch of a refused split is put back",
         "csrc/undo/parameter_versions.c",
         "stay = oomkit_param_copies_restore(call, &first);",
@@ -251,7 +251,7 @@ MUTANTS = [
         "no-slot-restore",
         "a parameter that was replaced in its module is put in its place again",
         "csrc/undo/savepoint.c",
-        "    return oomkit_slots_restore(call);",
+        "    return oomkit_param_slots_restore(call);",
         "    (void)call;\n    return 0;",
         ("accum/test_once_changes.py::test_a_change_is_refused_by_name_and_taken_back",),
     ),

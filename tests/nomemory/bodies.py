@@ -258,8 +258,8 @@ BODIES: list[Body] = [
     Recovery("inside", warm=True, nested=True),
     Recovery("returned", "back", warm=True),
     Recovery("rows", "back", warm=True),
-    Recovery("stash", "back", warm=True),
-    Recovery("stash", "call", "forward", warm=True),
+    Recovery("eager", "back", warm=True),
+    Recovery("eager", "call", "forward", warm=True),
     Recovery("deferred", "back", warm=True),
     Recovery("evaluation", phase="forward", warm=True),
 ]

@@ -215,7 +215,7 @@ def test_live_objects_do_no_harm(name: str) -> None:
 
 
 def test_every_type_is_among_them() -> None:
-    """state.h's list; Relay is only ever in a hook of a graph's node."""
+    """state.h's list; _NodeHook is only ever one of a graph's node."""
     listed = re.search(r"OOMKIT_STATE_TYPES\(X\)(.*?)\n\n", STATE.read_text(), re.S)
     assert listed is not None
     fields = re.findall(r"X\((\w+)\)", listed.group(1))

@@ -31,7 +31,7 @@ ADDRESS = [
     Part("deferred/test_returned_threads.py", "threads: what one frees while another looks"),
 ]
 LEAKS = [
-    Part("deferred/test_returned.py", "a pending call's parts, stashes, relays"),
+    Part("deferred/test_returned.py", "a deferred call's parts, eager gradients, hooks of nodes"),
     Part("trees/test_batch_kinds.py", "trees of arguments"),
     Part("result/test_join_outputs.py", "joined results and what was refused"),
     Part("loop/test_guard.py", "records and texts of failures"),
