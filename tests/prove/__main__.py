@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ def run_here(suite: Suite, unit: str, output: Path) -> None:
     """In the process of the unit."""
     import torch
 
+    leave_when_terminated()
     torch.set_num_threads(1)  # the number of allocations depends on it
     logging.getLogger("oomkit").addHandler(logging.NullHandler())
     begin = time.perf_counter()
@@ -48,15 +50,35 @@ def run_here(suite: Suite, unit: str, output: Path) -> None:
     output.write_text(json.dumps(result.as_dict()))
 
 
+def leave_when_terminated() -> None:
+    """By an exception: subprocess.run() then ends its process, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """With the processes of its own, where it leaves when it is told to."""
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
 def run_apart(command: list[str], output: Path, timeout: float = TIMEOUT) -> Result:
     """A process of its own: one that crashes or hangs is one failure, not the end."""
     begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        _, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
+        end(process)
         return Result(failures=[f"no end after {timeout:.0f} seconds"], seconds=timeout)
     if not output.exists():
-        told = f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
+        told = f"the process ended with {process.returncode}: {stderr[-2000:]}"
         return Result(failures=[told], seconds=time.perf_counter() - begin)
     return Result(**json.loads(output.read_text()))
 

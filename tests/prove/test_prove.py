@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from . import __main__ as main
-from .__main__ import run_apart
+from .__main__ import end, run_apart
 from .pairwise import pairs_of, pairwise
 from .suite import TESTS, Result, read_pytest, run_faults, run_pytest, sampling
 from .suites import ELSEWHERE, RUNGS, SUITES
@@ -49,6 +51,20 @@ def test_a_process_that_crashes_or_hangs_is_a_failure(tmp_path: Path) -> None:
     wait = "import threading; threading.Event().wait()"
     hung = run_apart([sys.executable, "-c", wait], output, timeout=0.5)
     assert len(hung.failures) == 1 and "no end after" in hung.failures[0]
+
+
+def test_a_unit_that_hangs_takes_its_processes_with_it() -> None:
+    waits = "import threading; print('here', flush=True); threading.Event().wait()"
+    unit = (
+        "import subprocess, sys; from prove.__main__ import leave_when_terminated;"
+        f"leave_when_terminated(); subprocess.run([sys.executable, '-c', {waits!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", unit], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    with os.fdopen(os.dup(process.stdout.fileno())) as theirs:
+        end(process)
+        assert theirs.read() == ""  # nobody has the other end
 
 
 def test_what_pytest_says_is_counted() -> None:
