@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .lines import Line, collected, joined
+from .plain_state import PlainState
+
 __all__ = ["Books", "completion_tokens", "family"]
 
 _LOG = logging.getLogger("oomkit")
@@ -60,6 +63,7 @@ _OF_ROWS = frozenset(
     ).split()
 )
 _TOTAL, _NUMBER = "num_tokens", "_total_train_tokens"  # the metric shows the trainer's number
+_LISTS = ("_metrics", "_stored_metrics")
 _MARGINS = "rewards/margins"  # of KTO: the difference of two means
 
 
@@ -108,11 +112,21 @@ def _measures(kind: str | None, inputs: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Part(NamedTuple):
-    """What one micro-batch has noted: entries by mode and name, tokens, and its own inputs."""
+    """What one micro-batch has noted: entries by mode and name, tokens, lines of the log.
+
+    The inputs are its own.
+    """
 
     inputs: Mapping[str, Any]
     entries: dict[tuple[str, str], list[Any]]
     tokens: int
+    lines: list[Line]
+
+
+def _entries(
+    metrics: dict[str, dict[str, list[Any]]],
+) -> list[tuple[tuple[str, str], list[Any]]]:
+    return [((m, n), values) for m, named in metrics.items() for n, values in named.items()]
 
 
 class Books:
@@ -129,34 +143,23 @@ class Books:
         self._said: set[str] = set()
 
     def _metrics(self) -> dict[str, dict[str, list[Any]]]:
-        metrics = getattr(self._trainer(), "_metrics", None)
-        return metrics if isinstance(metrics, dict) and self._family else {}
+        """Lists of values by mode and name, as all of TRL's trainers have them."""
+        for name in _LISTS:
+            metrics = getattr(self._trainer(), name, None)
+            if isinstance(metrics, dict) and all(isinstance(e, dict) for e in metrics.values()):
+                return metrics
+        return {}
 
     # --- a participant of the step ---
 
-    def save(self) -> tuple[Any, ...]:
+    def save(self) -> tuple[PlainState, int]:
         """What restore() puts back."""
-        numbers = {
-            name: value
-            for name, value in vars(self._trainer()).items()
-            if type(value) in (int, float)
-        }
-        lists = {
-            mode: {name: (values, values[:]) for name, values in named.items()}
-            for mode, named in self._metrics().items()
-        }
-        return numbers, lists, len(self._parts)
+        return PlainState(self._trainer()), len(self._parts)
 
-    def restore(self, saved: tuple[Any, ...]) -> None:
+    def restore(self, saved: tuple[PlainState, int]) -> None:
         """Everything as it was when `saved` was made; the same lists."""
-        numbers, lists, parts = saved
-        vars(self._trainer()).update(numbers)
-        for mode, named in self._metrics().items():
-            for name in [name for name in named if name not in lists[mode]]:
-                del named[name]
-            for name, (values, copy) in lists[mode].items():
-                values[:] = copy
-                named[name] = values
+        state, parts = saved
+        state.restore(self._trainer())
         del self._parts[parts:]
 
     # --- around each micro-batch, and around the call ---
@@ -169,40 +172,60 @@ class Books:
             run: the trainer's own method.
         """
         metrics, trainer = self._metrics(), self._trainer()
-        if not metrics or trainer is None:
-            return run()
         inputs = dict(inputs)  # the method may take labels out
         tokens = getattr(trainer, _NUMBER, 0)
-        before = {
-            (m, n): len(values) for m, named in metrics.items() for n, values in named.items()
-        }
-        result = run()
+        before = {at: len(values) for at, values in _entries(metrics)}
+        with collected(trainer) as lines:
+            result = run()
         entries = {
-            (mode, name): [] if name == _TOTAL else values[before.get((mode, name), 0) :]
-            for mode, named in metrics.items()
-            for name, values in named.items()
+            at: [] if at[-1] == _TOTAL else values[before.get(at, 0) :]
+            for at, values in _entries(metrics)
         }
         added = getattr(trainer, _NUMBER, 0) - tokens
         if added:
             setattr(trainer, _NUMBER, tokens)  # until the call has ended
-        self._parts.append(_Part(inputs, entries, added))
+        kept = inputs if entries or lines else {}
+        self._parts.append(_Part(kept, entries, added, lines))
         return result
 
     def begin(self) -> None:
         """Nothing noted yet."""
         self._parts.clear()
 
-    def end(self) -> None:
-        """One entry of each metric for all parts of the call."""
+    def end(self, result: Any = None) -> None:
+        """One entry of each metric, and one line of the log, for all parts of the call.
+
+        Args:
+            result: of the call.
+        """
         parts, self._parts = self._parts, []
+        trainer: Any = self._trainer()
         metrics, added = self._metrics(), sum(part.tokens for part in parts)
         if added:
-            trainer: Any = self._trainer()
             setattr(trainer, _NUMBER, getattr(trainer, _NUMBER) + added)
-            metrics["train"][_TOTAL] = [getattr(trainer, _NUMBER)]
-        if len(parts) < 2:
-            return
-        measures = [_measures(self._family, part.inputs) for part in parts]
+            if "train" in metrics:
+                metrics["train"][_TOTAL] = [getattr(trainer, _NUMBER)]
+        measures: list[dict[str, float]] = []
+        if len(parts) > 1:
+            measures += [_measures(self._family, part.inputs) for part in parts]
+            self._fold(metrics, parts, measures)
+        scale = getattr(trainer, "current_gradient_accumulation_steps", 1)
+        lines = joined(
+            [part.lines for part in parts],
+            lambda name, given: self._folded(name, given, measures),
+            result,
+            scale,
+        )
+        for line in lines:
+            trainer.log(line.logs, *line.args, **line.kwargs)
+
+    def _fold(
+        self,
+        metrics: dict[str, dict[str, list[Any]]],
+        parts: list[_Part],
+        measures: list[dict[str, float]],
+    ) -> None:
+        """One entry of each metric."""
         for mode, name in dict.fromkeys(key for part in parts for key in part.entries):
             given = [part.entries.get((mode, name), []) for part in parts]
             count = sum(map(len, given))

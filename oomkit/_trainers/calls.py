@@ -113,9 +113,9 @@ def _labels(trainer: Any, inputs: Any) -> float:
     names = getattr(trainer, "label_names", None) or ["labels"]
     labels = inputs.get("shift_labels", inputs.get(names[0]))
     integers = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
-    if integers and labels.ndim >= 2:
+    if integers and labels.ndim:
         shifts = getattr(trainer, "_loss_shifts_labels", False) or family(trainer) == "SFTTrainer"
-        if shifts and "shift_labels" not in inputs:
+        if shifts and labels.ndim > 1 and "shift_labels" not in inputs:
             labels = labels[..., 1:]
         config = getattr(trainer.model, "config", None)
         ignored = getattr(config, "semantic_loss_ignore_index", None)
@@ -239,7 +239,7 @@ class Call:
         self.books.begin()
         self._runs = 0
         result = step(self, trainer, model, inputs, more=more, **arguments)
-        self.books.end()
+        self.books.end(result)
         if self._runs > 1 and step is self.step and self.is_training:
             self._count_silent(result)
         return together(result, -1) if paired else result
@@ -276,12 +276,15 @@ class Call:
             options = {**self._options, "static": ("inputs", "more")}
             function = _function(trainer, self._name, _STEPS[self._name])
             self._whole = _C.auto_batch(function, **options)
+        self.books.begin()
         try:
-            return self._whole(self, trainer, model, inputs, **named)
+            result = self._whole(self, trainer, model, inputs, **named)
         except _C.OutOfMemory as error:
             text = f"{error.args[0]}\nThe batch was kept whole, for {because}: {shapes(inputs)}"
             error.args = (text,)
             raise
+        self.books.end(result)
+        return result
 
     # --- for oomkit.transformers ---
 
