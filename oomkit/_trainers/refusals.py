@@ -10,6 +10,8 @@ from .books import family
 __all__ = ["check"]
 
 _AUXILIARY = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "moe_loss_weight")
+_SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+_SORTED = ("aot", "aot_unpaired")
 _IN_BACKWARD = ("lomo", "layerwise")  # in the names of transformers' optimizers
 
 
@@ -22,6 +24,37 @@ def _auxiliary(trainer: Any) -> str | None:
     return None
 
 
+def _sharded(model: Any) -> bool:
+    """Whether a module of it is of one of torch's classes for sharded models."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return any(
+        kind.__module__.startswith("torch.distributed.fsdp") and kind.__name__ in _SHARDED
+        for kind in kinds
+    )
+
+
+def _coupled(trainer: Any, kind: str | None) -> list[str]:
+    """Losses of TRL that a proof may take for one of rows, as long as the model is as it began."""
+    found = []
+    if kind == "KTOTrainer" and trainer.loss_type == "kto":
+        found.append(
+            'KTOTrainer with loss_type="kto": its loss has one KL term for the whole batch; '
+            '"apo_zero_unpaired" has none'
+        )
+    if kind == "DPOTrainer":
+        found += [
+            f'loss_type="{each}": it sorts the pairs of the whole batch'
+            for each in getattr(trainer, "loss_types", ())
+            if each in _SORTED
+        ]
+    if kind == "GRPOTrainer" and getattr(trainer, "use_adaptive_entropy", False):
+        found.append("use_adaptive_entropy: its coefficient changes from call to call")
+    quantile = getattr(trainer, "top_entropy_quantile", 1.0)
+    if kind == "GRPOTrainer" and quantile < 1.0:
+        found.append(f"top_entropy_quantile={quantile}: a quantile of the whole batch's tokens")
+    return found
+
+
 def _reasons(trainer: Any) -> list[str]:
     args, kind = trainer.args, family(trainer)
     found = []
@@ -32,7 +65,7 @@ def _reasons(trainer: Any) -> list[str]:
         )
     if getattr(trainer, "is_deepspeed_enabled", False):
         found.append("DeepSpeed")
-    if getattr(trainer, "is_fsdp_enabled", False):
+    if getattr(trainer, "is_fsdp_enabled", False) or _sharded(trainer.model):
         found.append("FSDP")
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if getattr(parallel, "sp_enabled", False) or getattr(parallel, "cp_enabled", False):
@@ -44,13 +77,7 @@ def _reasons(trainer: Any) -> list[str]:
     optim = getattr(args.optim, "value", args.optim)
     if any(word in str(optim) for word in _IN_BACKWARD):
         found.append(f"optim={optim!r}: its updates are made inside the backward")
-    if kind == "KTOTrainer" and trainer.loss_type == "kto":
-        found.append(
-            'KTOTrainer with loss_type="kto": its loss has one KL term for the whole batch; '
-            '"apo_zero_unpaired" has none'
-        )
-    if kind == "GRPOTrainer" and getattr(trainer, "use_adaptive_entropy", False):
-        found.append("use_adaptive_entropy: its coefficient changes from call to call")
+    found += _coupled(trainer, kind)
     auxiliary = _auxiliary(trainer)
     if auxiliary is not None:
         found.append(f"{auxiliary}: the auxiliary loss is one of the whole batch")

@@ -1,12 +1,17 @@
 """What `protect` refuses, by name, and versions of which names are missing.
 
-No test here has several devices or processes. Where a library cannot be installed without them,
-the attribute that transformers sets is set by hand, and the test says which.
+No test here has several devices or processes: where those are needed, the attribute that
+transformers sets is set by hand, and the test says which. DeepSpeed is in neither environment;
+its test runs where somebody has installed it, and needs no accelerator.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,11 +56,85 @@ def test_sequence_parallelism() -> None:
         made.accelerator.state.parallelism_config = None
 
 
+def _alone(program: str) -> str:
+    """What a program prints that is the only process of its group.
+
+    Args:
+        program: of which the tests' own modules can be imported.
+    """
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parents[1]), str(here)])
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    options = {"MASTER_PORT": "0", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={**os.environ, **group, **options},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_SAYS = """
+from hf_models import lm, tokens, trainer
+from oomkit.transformers import protect
+def says(made):
+    before = dict(vars(made))
+    try:
+        protect(made)
+    except ValueError as error:
+        print(error)
+    assert vars(made) == before
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed (DS_BUILD_OPS=0 pip install deepspeed)",
+)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deepspeed(stage: int) -> None:
+    options = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": stage},
+    }
+    said = _alone(f"{_SAYS}\nsays(trainer(lm, tokens(), deepspeed={options}))")
+    assert "protect() cannot protect Trainer with DeepSpeed" in said
+
+
+def test_a_model_that_is_sharded_by_torch() -> None:
+    program = """
+import torch
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+from torch.distributed.fsdp import fully_shard
+made = trainer(lm, tokens())
+fully_shard(made.model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+says(made)
+torch.distributed.destroy_process_group()
+"""
+    assert "protect() cannot protect Trainer with FSDP" in _alone(_SAYS + program)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="accelerate shards a model on an accelerator alone"
+)
+def test_fsdp() -> None:
+    said = _alone(
+        f"{_SAYS}\nsays(trainer(lm, tokens(), use_cpu=False, fsdp=True,"
+        'fsdp_config={"version": 2}))'
+    )
+    assert "protect() cannot protect Trainer with FSDP" in said
+
+
 @pytest.mark.parametrize(
     ("attribute", "text"), [("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")]
 )
-def test_sharded_models(attribute: str, text: str) -> None:
-    """DeepSpeed is not installed, FSDP needs an accelerator: transformers sets this attribute."""
+def test_what_transformers_says_of_itself(attribute: str, text: str) -> None:
+    """The attribute is set by hand, for environments without the real ones."""
     made = _made()
     setattr(made, attribute, True)
     _refused(made, text)
@@ -103,6 +182,18 @@ def test_losses_of_routers(kind: str, coefficient: str, more: dict[str, Any]) ->
     _refused(made, f"{coefficient}: the auxiliary loss")
     made.model.config.output_router_logits = False
     protect(made)
+
+
+@pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
+def test_losses_that_sort_the_pairs_of_a_batch(kind: str) -> None:
+    """While the model is its reference, such a loss is a mean over pairs; later it is not."""
+    with pytest.raises(ValueError, match=rf'DPOTrainer with loss_type="{kind}": it sorts the pai'):
+        protect(dpo(loss_type=["sigmoid", kind]))
+
+
+def test_a_quantile_of_the_tokens_of_a_batch() -> None:
+    with pytest.raises(ValueError, match=r"GRPOTrainer with top_entropy_quantile=0\.5: a quantile"):
+        protect(online(top_entropy_quantile=0.5))
 
 
 def test_a_coefficient_that_changes_from_call_to_call() -> None:
