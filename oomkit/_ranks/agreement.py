@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from .call import COMMIT, OWN, PATIENCE, REDUCTION, Call, refuse_in_parts
-from .world import AGAIN, FATAL, FINE, NEVER, STOP, World, meet
+from .ways import AGAIN, FATAL, FINE, NEVER, STOP
+from .world import World, meet
 
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _C
-from .world import AGAIN, FINE, TROUBLE, World, error
+from .others import error
+from .ways import AGAIN, FINE, TROUBLE
+from .world import World
 
 REDUCTION, COMMIT, OWN, START, PROOF, WEIGHTS = 1, 2, 3, 4, 5, 6  # matters of a vote
 

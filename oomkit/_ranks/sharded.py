@@ -29,7 +29,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import _C
 from .call import COMMIT, OWN, PATIENCE, PROOF, REDUCTION, START, Call, refuse_in_parts
-from .world import AGAIN, FATAL, FINE, NEVER, OTHERS, STOP, World, error
+from .others import error
+from .ways import AGAIN, FATAL, FINE, NEVER, OTHERS, STOP
+from .world import World
 
 _FORWARD, _BACKWARD, _PART, _SCATTER, _REPLICAS = range(5)  # kinds of a step
 _EARLIER = 2  # what _C._where() says in a micro-batch that others follow

@@ -1,7 +1,6 @@
 """The ranks of the default process group: they meet once, and vote from then on.
 
-A vote is a word of each rank, of which all get the largest. On one machine it goes through
-shared memory (``csrc/ranks``), else through a gloo group of its own.
+How a vote goes from rank to rank is in ``ways.py``.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 import sys
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +26,11 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from .others import Others, error
+from .ways import AGAIN, FATAL, FINE, Follow, Gloo, Nodes, Shared, memory_bytes
 
-PROTOCOL = 2  # what ranks say to each other; grows when that changes
-FINE, TROUBLE, AGAIN, FATAL = 0, 1, 1 << 20, 1 << 40
-"""Words. All came well; and one of them with trouble; one has failed; one cannot go on."""
-NEVER = (1 << 63) - 1
-"""No word is as large."""
-_ENDED = range(6)
-_CAME, _DEAD, _GONE, _LATE, _STOPPED, _BEHIND = _ENDED  # of csrc/ranks/vote_type.c
-_TOLD = range(4)
-TOLD, STOP, OTHERS, FAR = _TOLD
-"""What becomes of a step that others are told of."""
-_PROCESS_DEAD = 2  # of csrc/ranks/vote.h
-_A_MOMENT = 1.0
-"""Seconds in which a process that has closed its connections is gone."""
-_LOST = ("peer", "timed out", "timeout", "connection")
-"""Words of torch's errors of a collective that lacks a rank."""
+PROTOCOL = 3  # what ranks say to each other; grows when that changes
 _SHARED = "/dev/shm"
-_NUMBERS = 16
-"""That a rank can give to be gathered."""
 _generations = itertools.count()
 _COLLECTIVES = (
     "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object "
@@ -63,13 +45,6 @@ _FUNCTIONAL = (
     "reduce_scatter_tensor reduce_scatter_tensor_autograd"
 ).split()
 _present: World | None = None
-
-
-def error(text: str, rank: int | None = None) -> _C.RankError:
-    """The error of this rank about another one."""
-    raised = _C.RankError(text)
-    raised.rank = rank
-    return raised
 
 
 def _patience(group: Any) -> datetime.timedelta:
@@ -91,11 +66,6 @@ def _start() -> str:
     return f"{start}/" if start is not None and found[0] == found[1] else ""
 
 
-def _table_bytes(size: int) -> int:
-    """Of shared memory, for what is gathered of so many ranks."""
-    return size * (_NUMBERS + 1) * 8
-
-
 def _node() -> str:
     """Ranks with the same one can share memory, and see each other's processes."""
     names = [socket.gethostname(), sys.platform]
@@ -106,12 +76,6 @@ def _node() -> str:
         with contextlib.suppress(OSError):
             names.append(os.readlink(f"/proc/self/ns/{space}"))
     return "/".join(names)
-
-
-def _largest() -> Any:
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    return options
 
 
 class World:
@@ -131,18 +95,13 @@ class World:
         self._store = dist.distributed_c10d._get_default_store()
         self._key = f"oomkit/{_start()}{next(_generations)}"
         self._said = False
-        self._vote: _C._Vote | None = None
-        self._memory: mmap.mmap | None = None
-        self._gathered = 0
-        self._gloo: Any = None
-        self._pending: list[Any] = []
-        self._hello(version)
-        self._connect()
+        self.others = self._hello(version)
+        self._way = self._connect()
         atexit.register(_ends, weakref.ref(self), os.getpid())
 
     # ---- meeting
 
-    def _hello(self, version: str) -> None:
+    def _hello(self, version: str) -> Others:
         """Everybody tells who he is, and looks whether all others are of the same kind."""
         own = {
             "oomkit": version,
@@ -165,8 +124,8 @@ class World:
                 f"{_C.see('distributed')}",
                 silent[0] if silent else None,
             ) from failed
-        self.others = [json.loads(self._store.get(key)) for key in keys]
-        for rank, other in enumerate(self.others):
+        told = [json.loads(self._store.get(key)) for key in keys]
+        for rank, other in enumerate(told):
             for what in ("oomkit", "protocol", "torch", "world"):
                 if other.get(what) != own[what]:
                     raise error(
@@ -175,37 +134,40 @@ class World:
                         f"{_C.see('distributed')}",
                         rank,
                     )
+        return Others(self.rank, told, self._store, self._key)
 
-    def _connect(self) -> None:
-        """Shared memory where all ranks can have it, else a gloo group of their own."""
-        memory = None
-        if len({other["node"] for other in self.others}) == 1:
-            memory = self._share()
-        if memory is not None:
-            buffer, epoch = memory
-            self._memory = buffer
-            processes = [tuple(other["process"]) for other in self.others]
-            self._vote = _C._Vote(buffer, self.size, self.rank, epoch, processes)
-        else:
-            self._gloo = dist.new_group(backend="gloo", timeout=self.patience)
+    def _connect(self) -> Shared | Gloo | Nodes:
+        """Shared memory where the ranks of each machine can have it, else a gloo group of all."""
+        nodes = self.others.nodes
+        memory = self._share() if len(nodes) < self.size or self.size == 1 else None
+        if memory is None:
+            group = dist.new_group(backend="gloo", timeout=self.patience)
+            return Gloo(self.others, self.patience, group)
+        within = Shared(self.others, self.patience, *memory)
+        if len(nodes) == 1:
+            return within
+        first = [node[0] for node in nodes]
+        group = dist.new_group(first, backend="gloo", timeout=self.patience)
+        return Nodes(self.others, within, Gloo(self.others, self.patience, group))
 
     def _share(self) -> tuple[mmap.mmap, int] | None:
         """The memory and its epoch, or None where some rank could not map it."""
-        size = (_C._Vote.bytes(self.size) + 7) // 8 * 8 + 2 * _table_bytes(self.size)
+        here = self.others.here
+        size = memory_bytes(len(here), self.size)
         path, buffer, epoch = "", None, 0
         with contextlib.suppress(OSError, ValueError):  # then all use gloo
-            if self.rank == 0:
+            if self.rank == here[0]:
                 epoch = secrets.randbits(63)
                 path, buffer = self._make(size, epoch)
-        if self.rank == 0:
-            self._store.set(f"{self._key}/memory", json.dumps([path, epoch]))
+        if self.rank == here[0]:
+            self._store.set(f"{self._key}/{self.rank}/memory", json.dumps([path, epoch]))
         else:
-            path, epoch = json.loads(self._get("memory"))
+            path, epoch = json.loads(self._get(f"{here[0]}/memory"))
             with contextlib.suppress(OSError, ValueError):
                 buffer = self._map(path, size)
         self._store.set(f"{self._key}/{self.rank}/mapped", "1" if buffer is not None else "0")
         all_have = all(self._get(f"{rank}/mapped") == b"1" for rank in range(self.size))
-        if self.rank == 0 and path:
+        if self.rank == here[0] and path:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # nobody else can open it, and nothing is left behind
         return (buffer, epoch) if all_have and buffer is not None else None
@@ -223,7 +185,7 @@ class World:
             raise
         finally:
             os.close(file)
-        _C._Vote.prepare(buffer, self.size, epoch)
+        _C._Vote.prepare(buffer, len(self.others.here), epoch)
         return path, buffer
 
     def _map(self, path: str, size: int) -> mmap.mmap:
@@ -249,18 +211,23 @@ class World:
 
     @property
     def shared(self) -> bool:
-        """Do votes go through shared memory?"""
-        return self._vote is not None
+        """Do all ranks share memory?"""
+        return self._way.shared
+
+    @property
+    def way(self) -> str:
+        """How votes go: "Shared", "Nodes" or "Gloo"."""
+        return type(self._way).__name__
 
     def tell(self, step: int, stop: int) -> int:
         """This rank is about to make a step together with all others, before the next vote."""
-        return TOLD if self._vote is None else self._vote.tell(step, stop)
+        return self._way.tell(step, stop)
 
     def vote(
         self,
         word: int,
         matter: int,
-        follow: Callable[[int], None] | None = None,
+        follow: Follow | None = None,
         patience: float | None = None,
     ) -> int:
         """The largest word of all ranks.
@@ -274,23 +241,13 @@ class World:
         Raises:
             RankError: a rank cannot go on, does not come, or votes on something else.
         """
-        if self._vote is None:
-            largest, rank, same = self._vote_by_gloo(word, matter)
-        else:
-            seconds = self.patience.total_seconds() if patience is None else patience
-            ended, largest, rank, alike = self._vote.cast(word, matter, seconds)
-            while ended == _BEHIND and follow is not None:
-                follow(largest)
-                ended, largest, rank, alike = self._vote.go_on(seconds)
-            same = bool(alike)
-            if ended != _CAME:
-                raise self._missing(ended, rank)
+        seconds = self.patience.total_seconds() if patience is None else patience
+        largest, rank, same = self._way.vote(word, matter, follow, seconds)
         if largest >= FATAL:
             if rank == self.rank:
                 return largest
-            raise error(
-                f"rank {rank} cannot continue: {self.said(rank)}{_C.see('rank-failed')}", rank
-            )
+            why = self.others.known(rank)
+            raise error(f"rank {rank} cannot continue: {why}{_C.see('rank-failed')}", rank)
         if largest < AGAIN and not same:
             raise error(
                 f"ranks are in different calls or at different places of one (rank {self.rank} "
@@ -301,117 +258,30 @@ class World:
 
     def gather(self, numbers: list[float], matter: int) -> list[list[float]]:
         """Those of each rank, in a vote of its own: at most 16."""
-        if len(numbers) > _NUMBERS:
-            raise error(
-                f"oomkit can gather {_NUMBERS} numbers of each rank, got {len(numbers)}"
-                f"{_C.see('weight')}"
-            )
-        if self._memory is None:
-            self.vote(FINE, matter)
-            table = torch.zeros(self.size, _NUMBERS + 1, dtype=torch.float64)
-            table[self.rank, : len(numbers) + 1] = torch.tensor([len(numbers), *numbers])
-            self._gloo.allreduce([table]).wait()
-            return [row[1 : int(row[0]) + 1] for row in table.tolist()]
-        # Two tables: who is one round ahead cannot write what another one still reads.
-        self._gathered += 1
-        tables = _table_bytes(self.size)
-        begin = len(self._memory) - 2 * tables + self._gathered % 2 * tables
-        row = struct.Struct(f"={_NUMBERS + 1}d")
-        filled = [float(len(numbers)), *numbers, *[0.0] * (_NUMBERS - len(numbers))]
-        row.pack_into(self._memory, begin + self.rank * row.size, *filled)
-        self.vote(FINE, matter)
-        found = [row.unpack_from(self._memory, begin + r * row.size) for r in range(self.size)]
-        return [list(one[1 : int(one[0]) + 1]) for one in found]
-
-    def _vote_by_gloo(self, word: int, matter: int) -> tuple[int, int, bool]:
-        # One number for word and rank: the first rank with the largest word wins.
-        given = torch.tensor([word * 65536 + 65535 - self.rank, matter, -matter])
-        try:
-            self._gloo.allreduce([given], _largest()).wait()
-        except RuntimeError as failed:
-            raise error(
-                f"a rank does not come to a vote: {failed}{_C.see('rank-failed')}"
-            ) from failed
-        packed, most, least = given.tolist()
-        return packed >> 16, 65535 - packed % 65536, most == -least
-
-    def _missing(self, ended: int, rank: int) -> _C.RankError:
-        process = self.others[rank]["process"][0]
-        said = self.said(rank)
-        why = {
-            _DEAD: f"rank {rank} (process {process}) is dead",
-            _GONE: f"rank {rank} (process {process}) has left",
-            _LATE: f"rank {rank} (process {process}) has not come for {self.patience}",
-            _STOPPED: f"rank {rank} (process {process}) is stopped, and has not come for "
-            f"{self.patience}",
-        }[ended]
-        return error(f"{why}{f': {said}' if said else ''}{_C.see('rank-failed')}", rank)
+        return self._way.gather(numbers, lambda: self.vote(FINE, matter))
 
     def give_up(self, text: str, matter: int) -> None:
         """Vote that this rank cannot go on, and wait for nobody."""
         self.say(text)
-        if self._vote is not None:
-            self._vote.cast(FATAL, matter, 0.0)
-            return
-        given = torch.tensor([FATAL * 65536 + 65535 - self.rank, matter, -matter])
-        with contextlib.suppress(RuntimeError):
-            work = self._gloo.allreduce([given], _largest())
-            self._pending.append((work, given))
+        self._way.give_up(matter)
 
     # ---- words
 
     def say(self, text: str, gone: bool = False) -> None:
         """For the others to read when they miss this rank."""
         self._said = True
-        if self._vote is not None:
-            self._vote.say(text, gone)
-        elif not gone:
-            with contextlib.suppress(Exception):  # a store that is gone has no readers
-                self._store.set(f"{self._key}/{self.rank}/said", text[:2000])
-
-    def said(self, rank: int) -> str:
-        if self._vote is not None:
-            return self._vote.said(rank)
-        with contextlib.suppress(Exception):
-            key = f"{self._key}/{rank}/said"
-            if self._store.check([key]):
-                return bytes(self._store.get(key)).decode()
-        return ""
-
-    def absent(self) -> list[str]:
-        """What can be seen of others that have failed, in words."""
-        found = []
-        for rank, other in enumerate(self.others):
-            if rank == self.rank:
-                continue
-            pid, started = other["process"]
-            said = self.said(rank)
-            seen = _C._Vote.look(pid, started) if self.shared else 0
-            if seen:
-                how = "dead" if seen == _PROCESS_DEAD else "stopped"
-                found.append(f"rank {rank} (process {pid}) is {how}: {said}".rstrip(": "))
-            elif said:
-                found.append(f"rank {rank} said: {said}")
-        return found
+        self.others.say(text, gone)
 
     def note(self, exception: BaseException) -> None:
-        """Adds the same to an error that a collective may have ended by. The connections of a
-        process are closed before it can be seen that it is dead."""
-        found = self.absent()
-        until = time.monotonic() + _A_MOMENT
-        text = str(exception).lower()
-        while not found and any(word in text for word in _LOST) and time.monotonic() < until:
-            time.sleep(0.005)
-            found = self.absent()
-        for line in found:
-            exception.add_note(f"oomkit: {line}{_C.see('rank-failed')}")
+        """Adds to an error that a collective may have ended by who is missing."""
+        self.others.note(exception)
 
 
 def _ends(world: weakref.ref[World], process: int) -> None:
     """The program has come to its end; a child of it that was forked says nothing."""
     own = world()
     if own is not None and os.getpid() == process:
-        own.say(own.said(own.rank) or "its program has ended", gone=True)
+        own.say(own.others.said(own.rank) or "its program has ended", gone=True)
 
 
 _warned: set[tuple[str, int]] = set()

@@ -82,6 +82,17 @@ MUTANTS = [
         ("ranks/test_vote.py::test_the_vote[plain]",),
     ),
     Mutant(
+        "other-machines-not-told",
+        "a rank that is missed on its machine is missed on the others",
+        "oomkit/_ranks/ways.py",
+        "            if self.leads and missed.rank is not None:\n",
+        "            if self.leads and missed.rank is None:\n",
+        (
+            "ranks/test_world.py::"
+            "test_a_rank_that_does_not_come_is_named_on_all_machines[2 + 2-kill-3]",
+        ),
+    ),
+    Mutant(
         "dead-rank-waited-for",
         "a rank whose process has ended is not waited for",
         "csrc/ranks/process.c",

@@ -38,7 +38,7 @@ WITHOUT = {
     ("oomkit/_ladder/recompute.py", "one of the variables needed"): THEIRS,
     ("oomkit/_ladder/values.py", "OpaqueError(value)"): CAUGHT,
     ("oomkit/_limits/cuda.py", "warnings.warn(message, "): ANCHORED,
-    ("oomkit/_ranks/world.py", "_C.RankError(text)"): ANCHORED,
+    ("oomkit/_ranks/others.py", "_C.RankError(text)"): ANCHORED,
     ("oomkit/executable.py", "Batch size was passed into"): THEIRS,
     ("oomkit/executable.py", "No executable batch size found"): THEIRS,
     ("oomkit/lightning.py", "module ... has no attribute"): PROTOCOL,

@@ -37,6 +37,18 @@ class Rank:
     """A file for the group to meet in."""
     arguments: dict[str, Any]
 
+    def votes_by(self) -> None:
+        """The way that is asked for: `gloo` as in a container without memory to share, `nodes`
+        as on several machines, with so many ranks each."""
+        from oomkit._ranks import world
+
+        if self.arguments.get("gloo"):
+            world._SHARED = "/nowhere"
+        counts = self.arguments.get("nodes", ())
+        names = [f"machine {node}" for node, count in enumerate(counts) for _ in range(count)]
+        if names:
+            world._node = lambda: names[self.rank]
+
     def join(self, patience: float = 60.0) -> None:
         import datetime
 

@@ -400,8 +400,7 @@ def _faults(kind: str, phase: str, nth: int, rank: Rank) -> dict[int, inject_oom
 def sweep_of(kind: type[World], rank: Rank) -> dict[str, Any]:
     """All places that are asked for of some options: `stride`, `offset` and `kinds`."""
     given = rank.arguments
-    if given.get("gloo"):
-        worlds._SHARED = "/nowhere"
+    rank.votes_by()
     rank.join()
     torch.set_default_dtype(torch.float64)
     logging.disable(logging.CRITICAL)

@@ -126,8 +126,9 @@ class Sharded(World):
             net.set_requires_gradient_sync(reduces)
             losses.append(part * F.mse_loss(net(x), y))
             losses[-1].backward()
+        total = (losses[0] + losses[1]).detach()  # what lacks after the update is an error
         self.optimizer.step()
-        return (losses[0] + losses[1]).detach()
+        return total
 
     def accumulates(self, goes_on: bool, stack: contextlib.ExitStack) -> None:
         self.nets[0].set_requires_gradient_sync(not goes_on)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oomkit
-from oomkit._ranks import world as worlds
 from oomkit.testing import inject_oom
 
 from .launch import Rank
@@ -51,8 +50,7 @@ def _model(kind: str) -> Any:
 
 
 def _begin(rank: Rank) -> None:
-    if rank.arguments.get("gloo"):
-        worlds._SHARED = "/nowhere"
+    rank.votes_by()
     rank.join(20.0)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")

@@ -19,21 +19,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oomkit
+from oomkit._ranks import ways
 from oomkit._ranks import world as worlds
 from oomkit.testing import inject_oom
 
 from .launch import Rank
 
 
-def _gloo(rank: Rank) -> None:
-    """Where asked for: as in a container without memory to share."""
-    if rank.arguments.get("gloo"):
-        worlds._SHARED = "/nowhere"
-
-
 def votes(rank: Rank) -> dict[str, Any]:
     """Words of all ranks, round by round, and how each was carried."""
-    _gloo(rank)
+    rank.votes_by()
     rank.join()
     world = worlds.meet()
     given = [(7 * (rank.rank + 1) * n) % 1000003 % 2 for n in range(200)]
@@ -42,34 +37,62 @@ def votes(rank: Rank) -> dict[str, Any]:
         max((7 * (other + 1) * n) % 1000003 % 2 for other in range(rank.world)) for n in range(200)
     ]
     left = [name for name in os.listdir("/dev/shm") if name.startswith("oomkit-")]
-    return {"right": said == expected, "shared": world.shared, "left": left}
+    numbers = [[n + 0.5, *range(other + n % 3)] for n in range(9) for other in range(rank.world)]
+    own = numbers[rank.rank :: rank.world]
+    told = [row for n, row in enumerate(own) for row in world.gather(row, n)]
+    return {"gathered": told == numbers, "right": said == expected, "way": world.way, "left": left}
 
 
 def fatal(rank: Rank) -> str:
-    """The last rank cannot go on; the others are told why."""
-    _gloo(rank)
+    """One rank cannot go on; the others are told why."""
+    rank.votes_by()
     rank.join()
     world = worlds.meet()
-    world.vote(worlds.FINE, 1)
-    if rank.rank == rank.world - 1:
+    world.vote(ways.FINE, 1)
+    if rank.rank == rank.arguments["victim"]:
         world.give_up("ValueError: no such label", 2)
         return "gave up"
     try:
-        world.vote(worlds.FINE, 2)
+        world.vote(ways.FINE, 2)
     except oomkit.RankError as error:
         return f"{error.rank}: {error}"
     return "nothing"
 
 
 def different_places(rank: Rank) -> str:
-    _gloo(rank)
+    rank.votes_by()
     rank.join()
     world = worlds.meet()
     try:
-        world.vote(worlds.FINE, 5 + rank.rank)
+        world.vote(ways.FINE, 5 + rank.rank)
     except oomkit.RankError as error:
         return message_of(error)
     return "nothing"
+
+
+def one_is_missed(rank: Rank) -> dict[str, Any]:
+    """Some votes in, one rank ends, and the others wait for it."""
+    rank.votes_by()
+    rank.join(rank.arguments["patience"])
+    world = worlds.meet()
+    for n in range(20):
+        world.vote(ways.FINE, n)
+    begin = time.monotonic()
+    if rank.rank == rank.arguments["victim"]:
+        die(rank.arguments["how"])
+    try:
+        world.vote(ways.FINE, 20)
+    except oomkit.RankError as error:
+        found = {"rank": error.rank, "text": str(error), "seconds": time.monotonic() - begin}
+    else:
+        found = {"rank": None, "text": "nothing", "seconds": 0.0}
+    # Nobody learns of it by the end of a rank that was told before.
+    told = [Path(f"{rank.store}-told-{other}") for other in range(rank.world)]
+    told[rank.rank].touch()
+    del told[rank.arguments["victim"]]
+    while not all(path.exists() for path in told):
+        os.sched_yield()
+    return found
 
 
 def again_in_one_process(rank: Rank) -> list[bool]:
@@ -111,7 +134,7 @@ def started_again(rank: Rank) -> list[bool]:
         world = worlds.meet()
         found.append(world.vote(start + rank.rank % 2, 1) == start + 1)
         key = world._key
-        names = [f"{key}/memory", *(f"{key}/{r}" for r in range(2))]
+        names = [f"{key}/0/memory", *(f"{key}/{r}" for r in range(2))]
         names += [f"{key}/{r}/mapped" for r in range(2)]
         old = {name: store.get(name) for name in names} if rank.rank == 0 else {}
         dist.barrier()
@@ -139,7 +162,7 @@ def _step() -> Any:
 
 
 def _meets(rank: Rank) -> None:
-    _gloo(rank)
+    rank.votes_by()
     rank.join(rank.arguments.get("patience", 60.0))
     warnings.simplefilter("ignore")
 
@@ -224,7 +247,7 @@ def example(rank: Rank) -> str:
 
 def latency(rank: Rank) -> list[float]:
     """Microseconds of single votes."""
-    _gloo(rank)
+    rank.votes_by()
     rank.join()
     world = worlds.meet()
     times = []

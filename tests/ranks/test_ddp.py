@@ -67,6 +67,11 @@ def test_four_ranks_sharded(options: list[str]) -> None:
         _sweep("programs_fsdp", 4, options, kinds=["pair"], at=[1], stride=40)
 
 
-def test_where_no_memory_is_shared() -> None:
-    stride = 1 if WHOLE else 9
-    _sweep("programs_ddp", 2, ["plain", "norm"], kinds=["last"], at=[1], stride=stride, gloo=True)
+@pytest.mark.parametrize(
+    ("world", "given"),
+    [(2, {"gloo": True}), (2, {"nodes": [1, 1]}), (4, {"nodes": [2, 2]}), (4, {"nodes": [1, 3]})],
+    ids=["gloo", "1 + 1", "2 + 2", "1 + 3"],
+)
+def test_where_not_all_ranks_share_memory(world: int, given: dict[str, object]) -> None:
+    stride = 1 if WHOLE else 9 if world == 2 else 30
+    _sweep("programs_ddp", world, ["plain", "norm"], kinds=["last"], at=[1], stride=stride, **given)

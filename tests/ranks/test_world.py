@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from typing import Any
 
 import pytest
 from helpers.messages import message_of
@@ -13,30 +14,77 @@ from helpers.sample import sampled
 from .ends import HOW, one_end
 from .launch import ranks_of, results_of, started
 
-BOTH = pytest.mark.parametrize("gloo", [False, True], ids=["shared memory", "gloo"])
+WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "shared memory": (2, "Shared", {}),
+    "shared memory of three": (3, "Shared", {}),
+    "gloo": (2, "Gloo", {"gloo": True}),
+    "gloo of three": (3, "Gloo", {"gloo": True}),
+    "1 + 1": (2, "Gloo", {"nodes": [1, 1]}),
+    "2 + 2": (4, "Nodes", {"nodes": [2, 2]}),
+    "1 + 3": (4, "Nodes", {"nodes": [1, 3]}),
+    "2 + 2 by gloo": (4, "Gloo", {"nodes": [2, 2], "gloo": True}),
+}
+"""Ranks, the way that their votes go, and what asks for it."""
 
 
-@BOTH
-@pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_get_the_largest_word(world: int, gloo: bool) -> None:
-    for found in results_of("programs_world:votes", world, gloo=gloo):
-        assert found == {"right": True, "shared": not gloo, "left": []}
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_get_the_largest_word(way: str) -> None:
+    world, name, given = WAYS[way]
+    for found in results_of("programs_world:votes", world, **given):
+        assert found == {"right": True, "way": name, "left": [], "gathered": True}
 
 
-@BOTH
-def test_a_rank_that_gives_up_is_named_and_quoted(gloo: bool) -> None:
-    found = results_of("programs_world:fatal", 2, gloo=gloo)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("victim", [0, -1])
+def test_a_rank_that_gives_up_is_named_and_quoted(way: str, victim: int) -> None:
+    world, _, given = WAYS[way]
+    victim %= world
+    found = results_of("programs_world:fatal", world, victim=victim, **given)
 
-    assert [message_of(text) for text in found] == [
-        "1: rank 1 cannot continue: ValueError: no such label",
-        "gave up",
-    ]
+    assert found.pop(victim) == "gave up"
+    told = f"{victim}: rank {victim} cannot continue: ValueError: no such label"
+    assert [message_of(text) for text in found] == [told] * (world - 1)
 
 
-@BOTH
-def test_votes_on_different_matters_are_an_error(gloo: bool) -> None:
-    for found in results_of("programs_world:different_places", 2, gloo=gloo):
+@pytest.mark.parametrize("way", WAYS)
+def test_votes_on_different_matters_are_an_error(way: str) -> None:
+    world, _, given = WAYS[way]
+    for found in results_of("programs_world:different_places", world, **given):
         assert "must be called alike on all ranks" in found
+
+
+MISSED = [
+    (way, how, victim)
+    for way in ("2 + 2", "1 + 3", "1 + 1", "2 + 2 by gloo", "gloo of three")
+    for how in ("kill", "exit", "stop")
+    for victim in range(WAYS[way][0])
+]
+
+MEMBER = ("2 + 2", "kill", 3)
+
+
+@pytest.mark.parametrize(
+    ("way", "how", "victim"),
+    sampled(MISSED, 5, "missed", kind=lambda case: case[1], always=lambda case: case == MEMBER),
+)
+def test_a_rank_that_does_not_come_is_named_on_all_machines(
+    way: str, how: str, victim: int
+) -> None:
+    world, _, given = WAYS[way]
+    given = {**given, "how": how, "victim": victim, "patience": 5.0 if how == "stop" else 60.0}
+    with started("programs_world:one_is_missed", world, **given) as (processes, folder, finish):
+        results = [folder / f"result-{rank}" for rank in range(world) if rank != victim]
+        while how == "stop" and not all(result.exists() for result in results):
+            os.sched_yield()  # the limits of the ranks themselves bound it
+        if how == "stop":
+            os.kill(processes[victim], signal.SIGKILL)
+        ended = finish()
+    for one in ended:
+        assert not one.hung
+        if one.rank != victim:
+            assert one.result["rank"] == victim, one.result
+            assert f"rank {victim} " in one.result["text"]
+            assert one.result["seconds"] < (30.0 if how == "stop" else 20.0)
 
 
 def test_a_new_process_group_has_a_world_of_its_own() -> None:
@@ -90,6 +138,20 @@ def test_a_rank_that_ends_is_missed(how: str, where: str, cautious: bool, gloo: 
 @pytest.mark.parametrize(("how", "sharded"), sampled([*itertools.product(HOW, (False, True))], 2))
 def test_a_rank_that_ends_anywhere_is_named(how: str, sharded: bool) -> None:
     assert one_end(how, sharded, seed=7).wrong == []
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 2], [1, 3]], ids=str)
+def test_a_rank_that_ends_in_a_step_is_named_on_all_machines(nodes: list[int], how: str) -> None:
+    given = {"how": how, "where": "update", "cautious": True, "nodes": nodes}
+
+    *others, last = ranks_of("programs_world:one_goes", sum(nodes), **given)
+
+    for one in others:
+        assert one.status == 1 and not one.hung
+        assert f"rank {last.rank} " in one.error, one.error
+        if how == "raise":
+            assert "a label that there is not" in one.error
 
 
 def test_a_rank_that_leaves_early_is_missed() -> None:
