@@ -59,10 +59,9 @@ rng_put(oomkit_state *st, PyObject *generator, PyObject *state)
 }
 
 static int
-rng_mark_one(oomkit_call *call, PyObject *generator, int is_device)
+rng_mark_one(oomkit_state *st, oomkit_rng *rng, PyObject *generator, int is_device)
 {
-    return oomkit_memo_add(&call->entry.rng.others, generator,
-                           rng_get(call->st, generator, is_device));
+    return oomkit_memo_add(&rng->others, generator, rng_get(st, generator, is_device));
 }
 
 /* While a graph is being captured a CUDA generator tells nothing; a call in there is
@@ -87,7 +86,7 @@ rng_is_captured(void)
 /* Every accelerator of the process that is in use: a step whose batch and parameters
  * are on the CPU, as far as they were found, may move them itself. */
 static int
-rng_mark_devices(oomkit_call *call)
+rng_mark_devices(oomkit_call *call, oomkit_rng *rng)
 {
     OWNED PyObject *all = NULL;
     Py_ssize_t i;
@@ -107,7 +106,7 @@ rng_mark_devices(oomkit_call *call)
         return -1;
     }
     for (i = 0; PyTuple_Check(all) && i < PyTuple_GET_SIZE(all) && result == 0; i++) {
-        result = rng_mark_one(call, PyTuple_GET_ITEM(all, i), 1);
+        result = rng_mark_one(call->st, rng, PyTuple_GET_ITEM(all, i), 1);
         if (result < 0 && type != call->device.type &&
             PyErr_ExceptionMatches(PyExc_RuntimeError)) {
             PyErr_Clear(); /* captured elsewhere, or lost: a step on the CPU works */
@@ -133,85 +132,78 @@ rng_library_call(const char *module_name, const char *function, PyObject *argume
 
 /* The streams beside torch's CPU generator. 0 or -1. */
 static int
-rng_mark_others(oomkit_call *call)
+rng_mark_others(oomkit_call *call, oomkit_rng *rng)
 {
     oomkit_state *st = call->st;
     oomkit_participants *parts = call->parts;
 
-    if (rng_mark_devices(call) < 0) {
+    if (rng_mark_devices(call, rng) < 0) {
         return -1;
     }
     EACH_OWNER (one, parts, OWNERS_OF(OOMKIT_OWNER_GENERATOR)) {
         if (one.object != st->default_generator &&
-            rng_mark_one(call, one.object, 0) < 0) {
+            rng_mark_one(st, rng, one.object, 0) < 0) {
             return -1;
         }
     }
     if (parts->uses_random) {
-        call->entry.rng.random_state = rng_library_call("random", "getstate", NULL);
-        if (call->entry.rng.random_state == NULL) {
+        rng->random_state = rng_library_call("random", "getstate", NULL);
+        if (rng->random_state == NULL) {
             return -1;
         }
     }
     if (parts->uses_numpy) {
-        call->entry.rng.numpy_state =
-            rng_library_call("numpy.random", "get_state", NULL);
-        if (call->entry.rng.numpy_state == NULL) {
+        rng->numpy_state = rng_library_call("numpy.random", "get_state", NULL);
+        if (rng->numpy_state == NULL) {
             if (!PyErr_ExceptionMatches(PyExc_ImportError)) {
                 return -1;
             }
             PyErr_Clear(); /* rng="all" without numpy: there is no such stream */
         }
     }
-    return oomkit_streams_mark(call);
+    return oomkit_streams_mark(call, rng);
+}
+
+static int
+rng_mark(oomkit_call *call, oomkit_rng *rng)
+{
+    if (call->options->rng == OOMKIT_RNG_NONE) {
+        return 0;
+    }
+    return oomkit_stream_mark(call->st, &rng->cpu_state, &rng->cpu_bytes) < 0 ||
+                   rng_mark_others(call, rng) < 0
+               ? -1
+               : 0;
 }
 
 /* At entry of an attempt. 0 or -1. */
 int
 oomkit_rng_mark(oomkit_call *call)
 {
-    if (call->options->rng == OOMKIT_RNG_NONE) {
-        return 0;
-    }
-    return oomkit_stream_mark(call->st, &call->entry.rng.cpu_state,
-                              &call->entry.rng.cpu_bytes) < 0 ||
-                   rng_mark_others(call) < 0
-               ? -1
-               : 0;
+    return rng_mark(call, &call->entry.rng);
 }
 
 int
 oomkit_rng_note(oomkit_call *call, oomkit_rng *rng)
 {
-    oomkit_rng entry = call->entry.rng;
-    int result;
-
-    memset(&call->entry.rng, 0, sizeof(call->entry.rng));
-    result = oomkit_stream_note(call->st, &call->entry.rng.cpu_state,
-                                &call->entry.rng.cpu_bytes);
-    if (result == 0) {
-        result = rng_mark_others(call);
-    }
-    *rng = call->entry.rng;
-    call->entry.rng = entry;
-    return result;
+    *rng = (oomkit_rng){0};
+    return oomkit_stream_note(call->st, &rng->cpu_state, &rng->cpu_bytes) < 0 ||
+                   rng_mark_others(call, rng) < 0
+               ? -1
+               : 0;
 }
 
-/* Puts every stream back to where it was at entry. 0 or -1. */
-int
-oomkit_rng_restore(oomkit_call *call)
+static int
+rng_restore(oomkit_state *st, const oomkit_rng *rng)
 {
-    oomkit_rng *rng = &call->entry.rng;
-
     if (rng->cpu_state != NULL) {
-        OWNED PyObject *done =
-            PyObject_CallOneArg(call->st->generator_set, rng->cpu_state);
+        OWNED PyObject *done = PyObject_CallOneArg(st->generator_set, rng->cpu_state);
         if (done == NULL) {
             return -1;
         }
     }
     EACH_MEMO (stream, rng->others) {
-        if (rng_put(call->st, stream.object, stream.saved) < 0) {
+        if (rng_put(st, stream.object, stream.saved) < 0) {
             return -1;
         }
     }
@@ -229,7 +221,14 @@ oomkit_rng_restore(oomkit_call *call)
             return -1;
         }
     }
-    return oomkit_streams_restore(call->st, rng);
+    return oomkit_streams_restore(st, rng);
+}
+
+/* Puts every stream back to where it was at entry. 0 or -1. */
+int
+oomkit_rng_restore(oomkit_call *call)
+{
+    return rng_restore(call->st, &call->entry.rng);
 }
 
 static int
@@ -286,47 +285,51 @@ rng_same_libraries(const oomkit_rng *rng)
 
 /* Are all streams but that of torch's CPU generator where they were? 1, 0 or -1. */
 static int
-rng_same_beside(oomkit_call *call)
+rng_same_beside(oomkit_state *st, const oomkit_rng *rng)
 {
-    oomkit_rng *rng = &call->entry.rng;
     int same;
 
     EACH_MEMO (stream, rng->others) {
         OWNED PyObject *now =
-            rng_get(call->st, stream.object, PyTuple_CheckExact(stream.saved));
-        same = now == NULL ? -1 : rng_same(call->st, stream.saved, now);
+            rng_get(st, stream.object, PyTuple_CheckExact(stream.saved));
+        same = now == NULL ? -1 : rng_same(st, stream.saved, now);
         if (same != 1) {
             return same;
         }
     }
     same = rng_same_libraries(rng);
-    return same == 1 ? oomkit_streams_same(call->st, rng) : same;
+    return same == 1 ? oomkit_streams_same(st, rng) : same;
 }
 
 int
 oomkit_rng_moved_beside(oomkit_call *call)
 {
-    int same = rng_same_beside(call);
+    int same = rng_same_beside(call->st, &call->entry.rng);
     return same < 0 ? -1 : !same;
 }
 
-/* Has a stream moved since entry? 1, 0 or -1. Streams that were not marked count as
- * moved. */
-int
-oomkit_rng_moved(oomkit_call *call)
+/* Has a stream moved since it was marked? 1, 0 or -1. Streams that were not marked
+ * count as moved. */
+static int
+rng_moved(oomkit_state *st, const oomkit_rng *rng)
 {
-    oomkit_rng *rng = &call->entry.rng;
     int same;
 
     if (rng->cpu_state == NULL && rng->cpu_bytes == NULL) {
         return 1;
     }
-    same = oomkit_stream_moved(call->st, rng->cpu_state, rng->cpu_bytes);
+    same = oomkit_stream_moved(st, rng->cpu_state, rng->cpu_bytes);
     same = same < 0 ? -1 : !same;
     if (same == 1) {
-        same = rng_same_beside(call);
+        same = rng_same_beside(st, rng);
     }
     return same < 0 ? -1 : !same;
+}
+
+int
+oomkit_rng_moved(oomkit_call *call)
+{
+    return rng_moved(call->st, &call->entry.rng);
 }
 
 int
@@ -360,36 +363,20 @@ oomkit_rng_drawn(const oomkit_call *call, const oomkit_rng *after)
 int
 oomkit_rng_now(oomkit_call *call, const oomkit_rng *after, oomkit_savepoint *now)
 {
-    const oomkit_rng entry = call->entry.rng;
     int moved;
 
-    if (entry.cpu_state == NULL) {
+    if (call->entry.rng.cpu_state == NULL) {
         return 0;
     }
-    call->entry.rng = *after;
-    moved = oomkit_rng_moved(call);
-    memset(&call->entry.rng, 0, sizeof(call->entry.rng));
-    if (moved >= 0 && oomkit_rng_mark(call) < 0) {
-        moved = -1;
-    }
-    now->rng = call->entry.rng;
-    call->entry.rng = entry;
-    return moved;
+    moved = rng_moved(call->st, after);
+    now->rng = (oomkit_rng){0};
+    return moved >= 0 && rng_mark(call, &now->rng) < 0 ? -1 : moved;
 }
 
 int
 oomkit_rng_restore_now(oomkit_call *call, const oomkit_savepoint *now)
 {
-    const oomkit_rng entry = call->entry.rng;
-    int result;
-
-    if (!oomkit_rng_marked(now)) {
-        return 0;
-    }
-    call->entry.rng = now->rng;
-    result = oomkit_rng_restore(call);
-    call->entry.rng = entry;
-    return result;
+    return oomkit_rng_marked(now) ? rng_restore(call->st, &now->rng) : 0;
 }
 
 void

@@ -74,7 +74,7 @@ stream_same(oomkit_state *st, PyObject *was, PyObject *now)
 }
 
 int
-oomkit_streams_mark(oomkit_call *call)
+oomkit_streams_mark(oomkit_call *call, oomkit_rng *rng)
 {
     const oomkit_plain_site *site = call->step->plain;
     Py_ssize_t i, n = site == NULL ? 0 : PyTuple_GET_SIZE(site->streams);
@@ -86,8 +86,7 @@ oomkit_streams_mark(oomkit_call *call)
     streams = Py_NewRef(site->streams);
     for (i = 0; i < n; i++) {
         PyObject *stream = PyTuple_GET_ITEM(streams, i); /* borrowed */
-        if (oomkit_memo_add(&call->entry.rng.streams, stream,
-                            stream_get(call->st, stream)) < 0) {
+        if (oomkit_memo_add(&rng->streams, stream, stream_get(call->st, stream)) < 0) {
             return -1;
         }
     }

@@ -180,7 +180,7 @@ oomkit_rng_release(oomkit_call *call);
 /* --- random_objects.c --- */
 /* Random generators of the site; torch.Generator objects alike. */
 int
-oomkit_streams_mark(oomkit_call *call);
+oomkit_streams_mark(oomkit_call *call, oomkit_rng *rng);
 int
 oomkit_streams_restore(oomkit_state *st, const oomkit_rng *rng);
 /* 1 none has moved, 0, or -1. */
