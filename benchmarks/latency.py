@@ -44,6 +44,7 @@ MARKS: UserDict[str, int] = UserDict()
 STAGES = ("drop", "restore", "plan", "start")
 LARGE = 2**20  # of the tensor that fails: nothing else here is as large
 TARGET = 1000.0  # us
+LEFT_OUT = [2]  # repetitions before those that count
 
 
 def marking(function: Callable[[], None]) -> Callable[[], None]:
@@ -188,7 +189,7 @@ def measure(
     collections: list[int] = []
     watch = lambda phase, info: collections.append(info["generation"])  # noqa: E731
     calls, alone = [], []
-    for _ in range(repetitions + 2):
+    for _ in range(repetitions + LEFT_OUT[0]):
         alone.append(by_torch(model, batch, backward))
         gc.collect()
         gc.callbacks.append(watch)
@@ -196,19 +197,20 @@ def measure(
         gc.callbacks.remove(watch)
     lines = []
     for which, name in enumerate(("first", "again")):
-        taken = [call[which] for call in calls[2:]]
+        taken = [call[which] for call in calls[LEFT_OUT[0] :]]
         middle = {stage: statistics.median(one[stage] for one in taken) for stage in STAGES}
         totals = sorted(sum(one.values()) for one in taken)
         total = statistics.median(totals)
         beyond = statistics.median(
-            sum(one.values()) - least for one, least in zip(taken, alone[2:], strict=True)
+            sum(one.values()) - least
+            for one, least in zip(taken, alone[LEFT_OUT[0] :], strict=True)
         )
         lines.append(
             f"{kind:7}{parameters:10d}{tensors:9d}  "
             f"{'backward' if backward else 'forward':10}{name:6}"
             + "".join(f"{middle[stage]:9.0f}" for stage in STAGES)
             + f"{total:9.0f}{totals[0]:9.0f}{totals[-1]:9.0f}"
-            + f"{statistics.median(alone[2:]):9.0f}{beyond:9.0f}"
+            + f"{statistics.median(alone[LEFT_OUT[0] :]):9.0f}{beyond:9.0f}"
             + ("" if total <= TARGET else "  > 1 ms")
             + ("" if beyond <= TARGET else " beyond torch, too")
         )
@@ -261,11 +263,11 @@ def proofs(repetitions: int) -> list[str]:
     ]
     for width, rows in ((256, 256), (512, 1024), (1536, 32)):
         added, slices = [], []
-        for _ in range(repetitions + 2):
+        for _ in range(repetitions + LEFT_OUT[0]):
             slices.append(one_slice(width, rows))
             without = first_split(width, rows, False)
             added.append(first_split(width, rows, True) - without)
-        slice_, proof = statistics.median(slices[2:]), statistics.median(added[2:])
+        slice_, proof = (statistics.median(of[LEFT_OUT[0] :]) for of in (slices, added))
         lines.append(f"{width:7d}{rows:10d}{slice_:9.0f}{proof:9.0f}{proof / slice_:9.2f}")
     return lines
 
@@ -282,7 +284,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     sizes = [10, 100] if options.quick else [10, 30, 100, 300, 1000]
     nested = [1, 5] if options.quick else [1, 2, 10, 50]
-    repetitions = 2 if options.quick else options.repetitions
+    repetitions = 1 if options.quick else options.repetitions
+    if options.quick:
+        LEFT_OUT[0] = 0
     # Before anything else: what is imported or made once per process is in it.
     first = latencies(Scales(10), batches(1), False)[0]
     lines = [
@@ -301,7 +305,7 @@ def main() -> None:
             lines += measure("layers", parameters, 1, backward, repetitions)
         for tensors in nested[1:]:
             lines += measure("flat", 100, tensors, backward, repetitions)
-    lines += proofs(max(2, repetitions // 5))
+    lines += proofs(1 if options.quick else max(2, repetitions // 5))
     text = "\n".join(lines)
     print(text)
     if options.output is not None:

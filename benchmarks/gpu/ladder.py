@@ -28,7 +28,7 @@ from support.workloads import GPT, Workload
 
 import oomkit
 
-GRID = 0.025
+GRID, ROUGH = 0.025, 0.05  # places that bisection tries; of a dry run
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.3)
 STEPS, WARM, TIMED = 3, 4, 6
 Step = Callable[[], Any]
@@ -145,12 +145,13 @@ def peak(setup: Setup, work: Workload) -> int:
 
 def smallest(setup: Setup, work: Workload, whole: int, name: str) -> float | None:
     """In % of the whole; None where 110 % is not enough either."""
-    low, high = 0, round(1.1 / GRID) + 1
+    grid = ROUGH if setup.dry else GRID
+    low, high = 0, round(1.1 / grid) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        enough = trains(setup, work, int(middle * GRID * whole), CONTENDERS[name])
+        enough = trains(setup, work, int(middle * grid * whole), CONTENDERS[name])
         low, high = (low, middle) if enough else (middle, high)
-    return None if high > round(1.1 / GRID) else 100 * high * GRID
+    return None if high > round(1.1 / grid) else 100 * high * grid
 
 
 def seconds(setup: Setup, call: Step) -> tuple[float, Any]:

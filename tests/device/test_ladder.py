@@ -208,7 +208,7 @@ def test_an_error_in_any_move(host: HostMemory, kind: str, calls: int) -> None:
         del program
         gc.collect()
         numbers = range(1, len(counting.kinds) + 1)
-        for nth in sampled(numbers, 6, f"{kind} {calls}", kind=lambda nth: counting.kinds[nth - 1]):
+        for nth in sampled(numbers, 3, f"{kind} {calls}", kind=lambda nth: counting.kinds[nth - 1]):
             program = Program("AdamW")
             program.run(calls)
             entry, x = program.picture(), program.batch()
@@ -285,7 +285,7 @@ def test_memory_that_lacks_anywhere(host: HostMemory, phase: str) -> None:
             program.step(x)
         count = fault.seen
         del program
-        for nth in sampled(range(1, count + 1), 12, phase):
+        for nth in sampled(range(1, count + 1), 6, phase):
             program = Program("AdamW")
             program.run(2)
             x = program.batch()

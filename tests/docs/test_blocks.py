@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import logging
 import re
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.own_process import run_script
 
 import oomkit
 from docs.test_pages import PAGES, ROOT, names
@@ -244,16 +246,20 @@ def runs_here(command: str) -> bool:
     return not needed or find_spec(needed[0]) is not None
 
 
+@functools.cache  # several pages show the same run
 def ran(command: str) -> str:
+    words = shlex.split(command)[1:]
+    env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PATH": "/usr/bin:/bin"}
+    if words[0].endswith(".py"):
+        path, *arguments = words
+        done = run_script(
+            ROOT / path, *arguments, env=env, cwd=ROOT, merged=True, OMP_NUM_THREADS="1"
+        )
+        return done.stdout
     done = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:]],
+        [sys.executable, *words],
         cwd=ROOT,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": "1",
-            "PATH": "/usr/bin:/bin",
-        },
+        env={**env, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

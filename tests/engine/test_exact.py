@@ -19,7 +19,7 @@ from oomkit.testing import inject_oom
 pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 
 KINDS = ["mlp", "conv", "gpt"]
-PLACES = 12  # of each phase
+PLACES = 6  # of each phase
 
 
 def _run(world: World, form: str, fault: dict[str, Any] | None, **options: Any) -> Any:
@@ -65,7 +65,7 @@ def test_every_allocation_failed_once(kind: str, form: str) -> None:
             assert same(expected, got), (phase, n, difference(expected, got))
             swept += 1
     print(f"{kind} {form}: {swept} faults, all replayed bitwise equal")
-    assert swept > 10
+    assert swept >= 2 * PLACES
 
 
 @pytest.mark.parametrize("form", ["whole", "backward"])

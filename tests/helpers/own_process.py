@@ -1,7 +1,8 @@
 """Programs in a process of their own, which has imported torch and nothing else.
 
 Torch is imported once, by a server that is started at the first program; each program is a fork of
-it. What must be in the environment before torch is loaded is passed as `before`: each has a server.
+it. So is what torch itself imports at the first step of an optimizer, which takes as long again.
+What must be in the environment before torch is loaded is passed as `before`: each has a server.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # A program comes to the end of this file, as if it had been passed to the interpreter: what it
 # raises, how it exits and what a crash says are those of any process.
 _SERVER = """
-import faulthandler, json, os, sys
-import torch
+import faulthandler, gc, json, os, sys
+import torch, torch._dynamo
+
+gc.collect()
+gc.freeze()  # or each program goes through all of torch at its end, for most of its time
 
 while True:
     line = sys.stdin.readline()
@@ -34,7 +40,7 @@ while True:
     print(status, flush=True)
 
 for name, number in (("nothing", 0), ("out", 1), ("err", 2)):
-    file = os.open(asked[name], os.O_RDWR)
+    file = os.open(asked[name], os.O_RDWR | os.O_APPEND)
     os.dup2(file, number)
     os.close(file)
 faulthandler.enable()
@@ -44,7 +50,7 @@ os.chdir(asked["cwd"])
 sys.path[:0] = [path for path in asked["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
 sys.argv[:] = ["-c"]
 program = compile(asked["code"], "<string>", "exec")
-for name in ("line", "child", "name", "number", "file", "asked", "faulthandler", "json"):
+for name in ("line", "child", "name", "number", "file", "asked", "faulthandler", "gc", "json"):
     del globals()[name]
 exec(program)
 """
@@ -65,9 +71,14 @@ def _server(*before: tuple[str, str]) -> subprocess.Popen[str]:
 
 
 def run_program(
-    code: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, **before: str
+    code: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    *,
+    merged: bool = False,
+    **before: str,
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -c code` would give, with torch imported."""
+    """What `python -c code` would give, with torch imported; merged: both outputs as stdout."""
     server = _server(*sorted(before.items()))
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -80,9 +91,28 @@ def run_program(
             "cwd": str(cwd or Path.cwd()),
             "nothing": os.devnull,
             "out": str(out),
-            "err": str(err),
+            "err": str(out if merged else err),
         }
         server.stdin.write(json.dumps(asked) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
         return subprocess.CompletedProcess(["python"], status, out.read_text(), err.read_text())
+
+
+def run_script(
+    path: Path,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    merged: bool = False,
+    **before: str,
+) -> subprocess.CompletedProcess[str]:
+    """What `python path arguments` would give, with oomkit on its path."""
+    lines = [
+        "import runpy, sys",
+        f"sys.argv[:] = {[str(path), *arguments]!r}",
+        f"sys.path.insert(0, {str(path.parent)!r})",
+        f"runpy.run_path({str(path)!r}, run_name='__main__')",
+    ]
+    env = {**(os.environ if env is None else env), **before, "PYTHONPATH": str(ROOT)}
+    return run_program("\n".join(lines), env, cwd, merged=merged, **before)

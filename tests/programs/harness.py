@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.sample import sampled
 
 import oomkit
 
@@ -186,8 +187,8 @@ class Report:
         self.failures.append(f"{self.program.name}, {where}: {first}")
 
 
-def sweep(program: Program, number: int) -> Report:
-    """The whole check of one program: `number` places."""
+def sweep(program: Program, number: int, keep: int | None = None) -> Report:
+    """The whole check of one program: `number` places, or a sample of them."""
     report = Report(program)
     plain = run(program, World())
     assert plain.error is None, plain.error
@@ -202,7 +203,7 @@ def sweep(program: Program, number: int) -> Report:
     if healthy.said:
         report.fail("without OOM", f"said without need: {healthy.said}")
     references: dict[str, Run] = {}
-    for place in places(program, number):
+    for place in sampled(places(program, number), keep or number):
         failed = run(program, World(decorate=True, place=place))
         if failed.world.fired != 1:
             report.fail(place, f"the fault struck {failed.world.fired} times")

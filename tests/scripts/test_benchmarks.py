@@ -2,9 +2,7 @@
 
 import copy
 import importlib
-import os
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.own_process import run_script
 
 from oomkit.testing import inject_oom
 
@@ -45,9 +44,9 @@ def followed(peers, adapter, fault=None, **changes):
 
 def test_latency_runs(tmp_path):
     output = tmp_path / "latency.txt"
-    command = [sys.executable, str(BENCHMARKS / "latency.py"), "--quick", "--output", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, capture_output=True, env=environment)
+    arguments = ("--quick", "--output", str(output))
+    done = run_script(BENCHMARKS / "latency.py", *arguments, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
     rows = re.findall(
         r"^(?:flat|layers) +\d+ +\d+  (?:forward|backward) +(?:first|again)",
         output.read_text(),
@@ -60,10 +59,11 @@ def test_ladder_runs(tmp_path):
     """Without packages that need an environment of their own."""
     pytest.importorskip("matplotlib")
     output = tmp_path / "ladder"
-    command = [sys.executable, str(BENCHMARKS / "ladder.py"), "--quick", "--workloads", "0"]
-    command += ["--only", "composer_policy", "--output", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, capture_output=True, env=environment)
+    arguments = ("--quick", "--workloads", "0", "--only", "composer_policy")
+    done = run_script(
+        BENCHMARKS / "ladder.py", *arguments, "--output", str(output), OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr
     text = output.with_suffix(".txt").read_text()
     row = re.search(
         r"^GPT, 6 blocks, AdamW +[\d.]+ +([\d.]+) +100.0 +([\d.]+) +([\d.]+)$", text, re.M

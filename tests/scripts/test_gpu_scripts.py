@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.own_process import run_script
 
 import oomkit
 
@@ -127,13 +126,7 @@ def test_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> No
 
 def alone(tmp_path: Path, name: str) -> None:
     """In a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / f"{name}.py"), "--dry", "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_script(SCRIPTS / f"{name}.py", "--dry", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 

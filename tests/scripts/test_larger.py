@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from helpers.own_process import run_program
 
 import oomkit
 
@@ -47,16 +47,7 @@ def run(tmp_path: Path, *before: str) -> subprocess.CompletedProcess[str]:
         *before,
         f"sys.exit(module.main(['--scale', 'tiny', '--output', {str(tmp_path)!r}]))",
     ]
-    command = [sys.executable, "-c", "\n".join(lines)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=EXAMPLE.parents[1],
-        env=environment,
-    )
+    return run_program("\n".join(lines), cwd=EXAMPLE.parents[1], OMP_NUM_THREADS="1")
 
 
 def test_it_dies_as_it_is_and_trains_when_protected(tmp_path: Path) -> None:

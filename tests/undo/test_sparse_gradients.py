@@ -155,7 +155,7 @@ def sweep(make, refusals=0, slices=None, phase="backward", **more):
     recovered = refused = 0
     expected = {}
     sweeps.append(1)
-    for nth in places(4, f"sweep {len(sweeps)}"):
+    for nth in places(6, f"sweep {len(sweeps)}"):
         assert nth < 400, "never came to the end"
         program = make()
         for number, batch in enumerate(batches()[:FAILS_IN]):
