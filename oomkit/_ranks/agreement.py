@@ -449,9 +449,15 @@ def _refusal(model: Any) -> str | None:
     if not isinstance(model, DistributedDataParallel):
         return _unknown(model)
     if model.static_graph:
-        return "static_graph=True counts the backwards of the first step"
+        return (
+            "static_graph=True counts the backwards of its first step, also of attempts that fail, "
+            "and cannot begin to count again: leave it out, or pass find_unused_parameters=True"
+        )
     if model._join_config.enable:
-        return "inside join() ranks leave one by one"
+        return (
+            "inside join() ranks that have no more batches leave, and vote no more: give all ranks "
+            "the same number of batches (DistributedSampler does) instead"
+        )
     if model.mixed_precision is not None:
         return "mixed_precision= of DistributedDataParallel keeps copies of parameters"
     if getattr(model, "_delay_all_reduce_all_params", False) or model._use_python_reducer:

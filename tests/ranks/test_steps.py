@@ -164,4 +164,4 @@ def test_what_is_not_agreed_on_is_said_at_the_first_call(index: int, reason: str
 
 def test_uneven_inputs_under_join_are_torchs_affair() -> None:
     for said in _of("joined"):
-        assert "inside join() ranks leave one by one" in said
+        assert "inside join() ranks that have no more batches leave, and vote no more" in said
