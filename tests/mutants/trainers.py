@@ -25,8 +25,8 @@ TRAINERS = [
         "metrics-not-folded",
         "a split call leaves one entry of each metric",
         "oomkit/_trainers/books.py",
-        "        if len(parts) < 2:\n            return\n",
-        "        if parts:\n            return\n",
+        "        if len(parts) > 1:\n            measures",
+        "        if len(parts) > 10**6:\n            measures",
         ("trainers/test_trl_sweep.py::test_training_survives[sft]",),
     ),
     Mutant(
@@ -100,6 +100,43 @@ TRAINERS = [
         '_IN_BACKWARD = ("lomo", "layerwise")',
         '_IN_BACKWARD = ("lomo",)',
         ("trainers/test_hf_refused.py::test_updates_inside_the_backward",),
+    ),
+    Mutant(
+        "packed-batches-not-booked",
+        "a batch that is kept whole is booked as any other, and let go",
+        "oomkit/_trainers/calls.py",
+        "            raise\n        self.books.end(result)\n        return result",
+        "            raise\n        return result",
+        (
+            "trainers/test_hf_own_state.py::test_batches_that_are_packed_into_one_row_are_counted_and_let_go",
+        ),
+    ),
+    Mutant(
+        "lines-of-parts",
+        "what a step logs is one line for the batch",
+        "oomkit/_trainers/books.py",
+        "        with collected(trainer) as lines:\n            result = run()",
+        "        lines: list[Line] = []\n        if True:\n            result = run()",
+        ("trainers/test_hf_own_state.py::test_a_line_that_the_step_logs_is_the_whole_batchs",),
+    ),
+    Mutant(
+        "containers-not-rolled-back",
+        "lists and the like that a trainer fills go back with an attempt",
+        "oomkit/_trainers/plain_state.py",
+        "        for back in self._backs:\n            back()",
+        "        for back in ():\n            back()",
+        (
+            "trainers/test_hf_own_state.py::test_what_failed_and_what_was_proven_counts_for_nothing"
+            "[training_step]",
+        ),
+    ),
+    Mutant(
+        "sorted-pairs-not-refused",
+        "a loss that sorts the pairs of a batch is refused",
+        "oomkit/_trainers/refusals.py",
+        "            if each in _SORTED\n",
+        "            if each in ()\n",
+        ("trainers/test_hf_refused.py::test_losses_that_sort_the_pairs_of_a_batch",),
     ),
 ]
 
