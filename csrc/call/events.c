@@ -1,10 +1,38 @@
-/* Telling the rules of what a step does. Attempts and their micro-batches are told to
- * those of a split call, also where one has a single slice: a replay, or the whole
+/* Telling the rules of what a step does. Attempts and their micro-batches are handlers
+ * to those of a split call, also where one has a single slice: a replay, or the whole
  * batch once more. */
 #include "events.h"
 
 #define EACH_RULE(rule, rules)                                                         \
     for (const oomkit_rule *const *rule = (rules); *rule != NULL; rule++)
+
+#define TOLD_ADD(list, handler)                                                        \
+    do {                                                                               \
+        size_t n_ = 0;                                                                 \
+        while ((list)[n_] != NULL) {                                                   \
+            n_++;                                                                      \
+        }                                                                              \
+        (list)[n_] = (handler); /* NULL: nothing is added */                           \
+    } while (0)
+
+void
+oomkit_handlers_fill(oomkit_wiring *wiring)
+{
+    oomkit_handlers *handlers = &wiring->handlers;
+
+    if (handlers->filled) { /* another interpreter may be reading it */
+        return;
+    }
+    EACH_RULE(rule, wiring->when_whole)
+    {
+        TOLD_ADD(handlers->backward_begins, (*rule)->backward_begins);
+        TOLD_ADD(handlers->backward_ends, (*rule)->backward_ends);
+        TOLD_ADD(handlers->update_runs, (*rule)->update_runs);
+        TOLD_ADD(handlers->call_ends, (*rule)->call_ends);
+        TOLD_ADD(handlers->whole_call_ends, (*rule)->whole_call_ends);
+    }
+    handlers->filled = 1;
+}
 
 void
 oomkit_tell_backward_fails(oomkit_call *call, const oomkit_backward *backward)
@@ -32,7 +60,10 @@ oomkit_tell_update_begins(oomkit_call *call, oomkit_update *update)
 int
 oomkit_tell_update_runs(oomkit_call *call, const oomkit_update *update)
 {
-    OOMKIT_TELL(oomkit_rules_of(call), update_runs, call, update);
+    if (!call->split) {
+        OOMKIT_TELL_WHOLE(call, update_runs, call, update);
+    }
+    OOMKIT_TELL(call->st->wiring->when_split, update_runs, call, update);
 }
 
 int
@@ -144,17 +175,19 @@ oomkit_tell_attempt_ends(oomkit_call *call)
 }
 
 /* Of a call that was never cut those of a whole one: nothing else has begun. */
-static const oomkit_rule *const *
-rules_at_end(const oomkit_call *call)
-{
-    return oomkit_call_is_cut(call) ? call->st->wiring->when_split
-                                    : call->st->wiring->when_whole;
-}
-
 void
 oomkit_tell_call_ends(oomkit_call *call)
 {
-    EACH_RULE(rule, rules_at_end(call))
+    const oomkit_handlers *handlers = &call->st->wiring->handlers;
+    size_t i;
+
+    if (!oomkit_call_is_cut(call)) {
+        for (i = 0; handlers->call_ends[i] != NULL; i++) {
+            handlers->call_ends[i](call);
+        }
+        return;
+    }
+    EACH_RULE(rule, call->st->wiring->when_split)
     {
         if ((*rule)->call_ends != NULL) {
             (*rule)->call_ends(call);
@@ -165,10 +198,10 @@ oomkit_tell_call_ends(oomkit_call *call)
 void
 oomkit_tell_whole_call_ends(oomkit_call *call, int64_t rows)
 {
-    EACH_RULE(rule, call->st->wiring->when_whole)
-    {
-        if ((*rule)->whole_call_ends != NULL) {
-            (*rule)->whole_call_ends(call, rows);
-        }
+    const oomkit_handlers *handlers = &call->st->wiring->handlers;
+    size_t i;
+
+    for (i = 0; handlers->whole_call_ends[i] != NULL; i++) {
+        handlers->whole_call_ends[i](call, rows);
     }
 }

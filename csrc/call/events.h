@@ -87,9 +87,24 @@ typedef struct oomkit_outside {
     int (*mode_changes)(oomkit_state *st, PyObject *module);
 } oomkit_outside;
 
+/* Rules of a whole call at most, and the NULL behind them. */
+#define OOMKIT_HANDLERS 8
+
+/* What a healthy call tells its rules of, handler by handler without those that are
+ * not there: the tables of rules fill many lines of the cache. Each ends with NULL. */
+typedef struct oomkit_handlers {
+    int (*backward_begins[OOMKIT_HANDLERS])(oomkit_call *, oomkit_backward *);
+    int (*backward_ends[OOMKIT_HANDLERS])(oomkit_call *, const oomkit_backward *);
+    int (*update_runs[OOMKIT_HANDLERS])(oomkit_call *, const oomkit_update *);
+    void (*call_ends[OOMKIT_HANDLERS])(oomkit_call *);
+    void (*whole_call_ends[OOMKIT_HANDLERS])(oomkit_call *, int64_t rows);
+    int filled;
+} oomkit_handlers;
+
 typedef struct oomkit_wiring {
     const oomkit_rule *const *when_whole; /* each list ends with NULL */
     const oomkit_rule *const *when_split;
+    oomkit_handlers handlers; /* of when_whole: see oomkit_handlers_fill() */
     const oomkit_outside *outside;
     /* the step that knows about an object; borrowed from the step, or NULL */
     struct oomkit_step *(*step_of_object)(struct oomkit_step *, PyObject *);
@@ -109,6 +124,17 @@ typedef struct oomkit_wiring {
         return 0;                                                                      \
     } while (0)
 
+#define OOMKIT_TELL_WHOLE(call, event, ...)                                            \
+    do {                                                                               \
+        size_t i_;                                                                     \
+        for (i_ = 0; (call)->st->wiring->handlers.event[i_] != NULL; i_++) {           \
+            if ((call)->st->wiring->handlers.event[i_](__VA_ARGS__) < 0) {             \
+                return -1;                                                             \
+            }                                                                          \
+        }                                                                              \
+        return 0;                                                                      \
+    } while (0)
+
 static inline const oomkit_rule *const *
 oomkit_rules_of(const oomkit_call *call)
 {
@@ -118,16 +144,25 @@ oomkit_rules_of(const oomkit_call *call)
 static inline int
 oomkit_tell_backward_begins(oomkit_call *call, oomkit_backward *backward)
 {
-    OOMKIT_TELL(oomkit_rules_of(call), backward_begins, call, backward);
+    if (!call->split) {
+        OOMKIT_TELL_WHOLE(call, backward_begins, call, backward);
+    }
+    OOMKIT_TELL(call->st->wiring->when_split, backward_begins, call, backward);
 }
 
 static inline int
 oomkit_tell_backward_ends(oomkit_call *call, const oomkit_backward *backward)
 {
-    OOMKIT_TELL(oomkit_rules_of(call), backward_ends, call, backward);
+    if (!call->split) {
+        OOMKIT_TELL_WHOLE(call, backward_ends, call, backward);
+    }
+    OOMKIT_TELL(call->st->wiring->when_split, backward_ends, call, backward);
 }
 
 /* events.c: what is told more seldom. */
+/* wiring->handlers, by wiring->when_whole. */
+void
+oomkit_handlers_fill(oomkit_wiring *wiring);
 int
 oomkit_tell_leaf_at_entry(oomkit_call *call, PyObject *buffer);
 void

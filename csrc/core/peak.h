@@ -2,7 +2,8 @@
  *
  * A window is open from push to pop and sees the largest value noted meanwhile. Windows
  * are independent slots, so those of several threads may interleave in any order. All
- * functions may be called from any thread without a lock. */
+ * functions may be called from any thread without a lock. `thread` is an address that
+ * only the calling thread has (of a variable of its own). */
 #ifndef OOMKIT_CORE_PEAK_H
 #define OOMKIT_CORE_PEAK_H
 
@@ -25,16 +26,17 @@ oomkit_peak_destroy(oomkit_peak *peak);
 
 /* Raises the maximum of the run and of every open window to at least value_bytes. */
 void
-oomkit_peak_note(oomkit_peak *peak, uint64_t value_bytes);
+oomkit_peak_note(oomkit_peak *peak, uint64_t value_bytes, const void *thread);
 
 /* Opens a window that starts at value_bytes. OOMKIT_OK and *window, or OOMKIT_EREFUSED
  * when all OOMKIT_PEAK_WINDOWS are open. */
 int
-oomkit_peak_push(oomkit_peak *peak, uint64_t value_bytes, int *window);
+oomkit_peak_push(oomkit_peak *peak, uint64_t value_bytes, const void *thread,
+                 int *window);
 
-/* Closes a window and returns the largest value that it saw. */
+/* Closes a window, once, and returns the largest value that it saw. Any thread may. */
 uint64_t
-oomkit_peak_pop(oomkit_peak *peak, int window);
+oomkit_peak_pop(oomkit_peak *peak, int window, const void *thread);
 
 /* The largest value so far in an open window. */
 uint64_t

@@ -338,8 +338,7 @@ engine_end(oomkit_call *call, PyObject *result)
     oomkit_call_leave(call, finished, exception);
     oomkit_call_recorded(call);
     if (needs_backward) {
-        oomkit_tensor_facts facts;
-        needs_backward = oomkit_result_wants_backward(call->st, result, NULL, &facts);
+        needs_backward = oomkit_result_wants_backward(call->st, result, NULL, NULL);
         status = needs_backward < 0 ? -1 : 0;
     }
     if (finished) {
@@ -371,12 +370,13 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
                    PyObject *kwnames)
 {
     oomkit_step *step = step_CAST(op);
+    oomkit_call **current = oomkit_call_current_place();
     oomkit_call call;
     oomkit_cut cut;
     PyObject *result = NULL; /* owned */
     int split;
 
-    if (oomkit_call_current() != NULL) { /* the outermost one answers for all */
+    if (*current != NULL) { /* the outermost one answers for all */
         return PyObject_Vectorcall(step->func, args, nargsf, kwnames);
     }
     if (step->skip && PyVectorcall_NARGS(nargsf) > 0) {
@@ -387,8 +387,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         op = (PyObject *)step;
     }
     oomkit_call_init(&call, &cut, step, &step->options);
-    call.given = (oomkit_given){
-        .func = step->func, .args = args, .nargsf = nargsf, .kwnames = kwnames};
+    call.given = (oomkit_given){step->func, args, nargsf, kwnames};
     call.log.number = engine_count(step);
     Py_INCREF(op); /* the step may be redefined while it runs */
     split = engine_begin(&call);
@@ -398,7 +397,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         return result;
     }
     if (split >= 0) {
-        oomkit_call_set_current(&call);
+        *current = &call;
         call.log.phase_before = oomkit_phase_set(call.st, OOMKIT_PHASE_FORWARD);
         if (split == 0) {
             result = engine_whole(&call);
@@ -409,7 +408,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
                                                     : oomkit_recover(&call, split == 0);
         }
         oomkit_phase_set(call.st, call.log.phase_before);
-        oomkit_call_set_current(NULL);
+        *current = NULL;
     } else if (call.parts == NULL) {
         oomkit_batch_release(&call.batch);
         Py_DECREF(op);

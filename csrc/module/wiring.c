@@ -21,6 +21,9 @@ static const oomkit_rule *const when_whole[] = {
     &oomkit_recompute_rule,
     NULL};
 
+_Static_assert(sizeof(when_whole) / sizeof(*when_whole) <= OOMKIT_HANDLERS,
+               "there is room for them");
+
 static const oomkit_rule *const when_split[] = {
     &oomkit_sequence_rule, /* first: what others refuse is then known by its line */
     &oomkit_hyperparams_rule,
@@ -46,14 +49,15 @@ static const oomkit_rule *const when_split[] = {
     &oomkit_proof_of_split_rule, /* last: it sees what the others have made */
     NULL};
 
-static const oomkit_wiring wiring = {.when_whole = when_whole,
-                                     .when_split = when_split,
-                                     .outside = &oomkit_backward_outside_calls,
-                                     .step_of_object = oomkit_step_of_instance,
-                                     .make_step = oomkit_step_make};
+static oomkit_wiring wiring = {.when_whole = when_whole,
+                               .when_split = when_split,
+                               .outside = &oomkit_backward_outside_calls,
+                               .step_of_object = oomkit_step_of_instance,
+                               .make_step = oomkit_step_make};
 
 void
 oomkit_wire(oomkit_state *st)
 {
+    oomkit_handlers_fill(&wiring);
     st->wiring = &wiring;
 }

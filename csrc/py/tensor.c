@@ -14,6 +14,21 @@ oomkit_tensor_facts_get(oomkit_state *st, PyObject *tensor, int64_t dim,
                : oomkit_attribute_facts(tensor, dim, facts);
 }
 
+int
+oomkit_tensor_wants_grad(oomkit_state *st, PyObject *tensor)
+{
+    const void *const holder = tensor;
+    oomkit_tensor_facts facts;
+    uint8_t wants;
+
+    if (Py_IS_TYPE(tensor, (PyTypeObject *)st->Tensor) &&
+        st->bridge->versions(&holder, st->impl_offset, 1, NULL, &wants) == OOMKIT_OK) {
+        return wants;
+    }
+    return oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0 ? -1
+                                                              : facts.requires_grad;
+}
+
 /* --- calibration --- */
 
 #define SAMPLES 4

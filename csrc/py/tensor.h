@@ -48,7 +48,11 @@ int
 oomkit_tensor_facts_get(oomkit_state *st, PyObject *tensor, int64_t dim,
                         oomkit_tensor_facts *facts);
 
-/* The same by attributes alone. */
+/* Does it require grad? 1, 0 or -1; may run Python code likewise. */
+int
+oomkit_tensor_wants_grad(oomkit_state *st, PyObject *tensor);
+
+/* The same facts by attributes alone. */
 int
 oomkit_attribute_facts(PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts);
 

@@ -107,9 +107,8 @@ oomkit_history_push(oomkit_history *history, const oomkit_record *record)
     oomkit_record oldest;
 
     if (count - history->first == history->room) {
-        if (oomkit_ring_read(history->ring, history->first, &oldest) == OOMKIT_OK) {
-            leave(history, &oldest);
-        }
+        oomkit_ring_read_own(history->ring, history->first, &oldest);
+        leave(history, &oldest);
         history->first++;
     }
     if (history->phases != NULL) {

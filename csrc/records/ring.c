@@ -33,6 +33,15 @@ struct oomkit_ring {
     ring_slot slots[];
 };
 
+/* Where a record lies. A division takes as long as writing it. */
+static uint64_t
+place_of(const oomkit_ring *ring, uint64_t index)
+{
+    const uint64_t mask = ring->capacity - 1;
+
+    return (ring->capacity & mask) == 0 ? index & mask : index % ring->capacity;
+}
+
 oomkit_ring *
 oomkit_ring_create(uint64_t capacity)
 {
@@ -61,7 +70,7 @@ static void
 slot_write(oomkit_ring *ring, uint64_t index, uint64_t amended,
            const oomkit_record *record)
 {
-    ring_slot *slot = &ring->slots[index % ring->capacity];
+    ring_slot *slot = &ring->slots[place_of(ring, index)];
     uint64_t sequence = (amended << AMENDED_SHIFT) | (2 * index + 1);
     uint64_t words[WORDS];
     size_t i;
@@ -89,7 +98,7 @@ oomkit_ring_amend(oomkit_ring *ring, uint64_t index, const oomkit_record *record
     uint64_t count = atomic_load_explicit(&ring->count, memory_order_relaxed);
 
     if (index < count && index + ring->capacity >= count) {
-        const ring_slot *slot = &ring->slots[index % ring->capacity];
+        const ring_slot *slot = &ring->slots[place_of(ring, index)];
         uint64_t amended =
             atomic_load_explicit(&slot->sequence, memory_order_relaxed) >>
             AMENDED_SHIFT;
@@ -112,7 +121,7 @@ oomkit_ring_capacity(const oomkit_ring *ring)
 int
 oomkit_ring_read(const oomkit_ring *ring, uint64_t index, oomkit_record *record)
 {
-    const ring_slot *slot = &ring->slots[index % ring->capacity];
+    const ring_slot *slot = &ring->slots[place_of(ring, index)];
     uint64_t words[WORDS], before, after;
     size_t i;
 
@@ -135,4 +144,24 @@ oomkit_ring_read(const oomkit_ring *ring, uint64_t index, oomkit_record *record)
     } while (before != after || (after & 1) != 0);
     memcpy(record, words, sizeof(words));
     return OOMKIT_OK;
+}
+
+void
+oomkit_ring_read_own(const oomkit_ring *ring, uint64_t index, oomkit_record *record)
+{
+    const ring_slot *slot = &ring->slots[place_of(ring, index)];
+    const ring_slot *next = &ring->slots[place_of(ring, index + 1)];
+    uint64_t words[WORDS];
+    size_t i;
+
+    for (i = 0; i < WORDS; i++) {
+        words[i] = atomic_load_explicit(&slot->words[i], memory_order_relaxed);
+    }
+    memcpy(record, words, sizeof(words));
+#if defined(__GNUC__)
+    for (i = 0; i < WORDS; i += 64 / sizeof(uint64_t)) {
+        __builtin_prefetch((const char *)next + i * sizeof(uint64_t), 1);
+    }
+    __builtin_prefetch((const char *)(next + 1) - 1, 1);
+#endif
 }

@@ -62,4 +62,9 @@ oomkit_ring_capacity(const oomkit_ring *ring);
 int
 oomkit_ring_read(const oomkit_ring *ring, uint64_t index, oomkit_record *record);
 
+/* The same for the writer, of one that is still there: nobody else writes it. Its
+ * successor, which is read next, is fetched. */
+void
+oomkit_ring_read_own(const oomkit_ring *ring, uint64_t index, oomkit_record *record);
+
 #endif

@@ -165,6 +165,9 @@ oomkit_result_wants_backward(oomkit_state *st, PyObject *result, PyObject **loss
     if (found == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
+    if (facts == NULL) {
+        return oomkit_tensor_wants_grad(st, found);
+    }
     if (oomkit_tensor_facts_get(st, found, 0, facts) < 0) {
         return -1;
     }

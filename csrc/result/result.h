@@ -96,7 +96,8 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
  * PyErr_Occurred). */
 PyObject *
 oomkit_result_loss(oomkit_state *st, PyObject *result);
-/* Does it need a backward? 1 and *loss (owned, unless NULL) with its facts, 0 or -1. */
+/* Does it need a backward? 1 and *loss (owned, unless NULL) with its facts (unless
+ * NULL: then there is no *loss), 0 or -1. */
 int
 oomkit_result_wants_backward(oomkit_state *st, PyObject *result, PyObject **loss,
                              oomkit_tensor_facts *facts);

@@ -41,7 +41,7 @@ constexpr size_t LARGEST =
     static_cast<size_t>(std::numeric_limits<ptrdiff_t>::max()) - sizeof(Header);
 
 std::atomic<uint64_t> allocations{0};
-thread_local int exempt_depth = 0;
+thread_local int exempt_depth = 0;  // its address also tells threads apart
 std::atomic<int> exempt_threads{0}; // > 0: all are, in which others work for this one
 
 std::string
@@ -193,7 +193,7 @@ struct BudgetAllocator final : c10::Allocator {
         }
         if (counted) {
             allocations.fetch_add(1, std::memory_order_relaxed);
-            oomkit_peak_note(counters.peak, used_after);
+            oomkit_peak_note(counters.peak, used_after, &exempt_depth);
         }
         return {data, data, &release_block, cpu};
     }
@@ -325,13 +325,14 @@ cpu_counted(const void *holder, ptrdiff_t offset) noexcept
 int
 cpu_peak_push(int *window) noexcept
 {
-    return oomkit_peak_push(counters.peak, oomkit_budget_used(counters.budget), window);
+    return oomkit_peak_push(counters.peak, oomkit_budget_used(counters.budget),
+                            &exempt_depth, window);
 }
 
 uint64_t
 cpu_peak_pop(int window) noexcept
 {
-    return oomkit_peak_pop(counters.peak, window);
+    return oomkit_peak_pop(counters.peak, window, &exempt_depth);
 }
 
 uint64_t

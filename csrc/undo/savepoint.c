@@ -14,6 +14,12 @@ oomkit_call_current(void)
     return current_call;
 }
 
+oomkit_call **
+oomkit_call_current_place(void)
+{
+    return &current_call;
+}
+
 void
 oomkit_call_set_current(oomkit_call *call)
 {

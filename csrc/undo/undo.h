@@ -228,6 +228,9 @@ oomkit_call *
 oomkit_call_current(void);
 void
 oomkit_call_set_current(oomkit_call *call);
+/* Where the calling thread keeps it. */
+oomkit_call **
+oomkit_call_current_place(void);
 /* A parameter that moved since entry: 1 and its index, 0, -1. */
 int
 oomkit_params_moved(oomkit_call *call, Py_ssize_t *which);

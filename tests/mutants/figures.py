@@ -175,8 +175,7 @@ MUTANTS = [
         "inner-peak-outside",
         "a window's peak is that of its own time, not that of the process",
         "csrc/core/peak.c",
-        "    value = atomic_load_explicit(&peak->highest_bytes[window], memory_order_relaxed);\n"
-        "    atomic_fetch_and",
+        "    value = window_highest(slot);\n    atomic_fetch_and",
         "    value = atomic_load_explicit(&peak->maximum_bytes, memory_order_relaxed);\n"
         "    atomic_fetch_and",
         ("core/test_core.py::test_core[peak]",),
