@@ -118,7 +118,15 @@ def _alive(roots: list[Any] | None) -> list[Any]:
 
 
 def _modules_of(roots: list[Any]) -> list[torch.nn.Module]:
-    found = {id(m): m for r in roots if isinstance(r, torch.nn.Module) for m in r.modules()}
+    """All of them, each once. In every split call: `modules()` of each root, which are modules
+    of one another, takes a multiple of the time."""
+    found: dict[int, torch.nn.Module] = {}
+    todo = list(reversed(roots))
+    while todo:
+        module = todo.pop()
+        if isinstance(module, torch.nn.Module) and id(module) not in found:
+            found[id(module)] = module
+            todo += reversed(module._modules.values())
     return list(found.values())
 
 
