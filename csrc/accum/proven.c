@@ -213,7 +213,7 @@ paths_hear(oomkit_call *call, oomkit_proven *found, int proof)
                 paths_unseen(call, found);
             }
         } else if (!came && proof) {
-            added = oomkit_hashes_add(&found->silent, place);
+            added = oomkit_hashes_keep(&found->silent, place);
         }
         if (added < 0) {
             return -1;
@@ -333,6 +333,10 @@ paths_learn(oomkit_call *call, oomkit_proven *found)
     oomkit_hashes *kinds = &call->cut->paths.kinds;
     uint32_t i;
 
+    if (found->silent.count >= OOMKIT_PLACES) {
+        /* Graphs without end. With their kinds, so that those are proven again. */
+        proven_hashes_clear(found);
+    }
     for (i = 0; i < kinds->room; i++) {
         if (kinds->items[i] != 0 &&
             oomkit_hashes_add(&found->kinds, kinds->items[i]) < 0) {

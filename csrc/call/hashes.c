@@ -45,11 +45,17 @@ oomkit_hashes_have(const oomkit_hashes *hashes, uint64_t hash)
 int
 oomkit_hashes_add(oomkit_hashes *hashes, uint64_t hash)
 {
+    if (hashes->count >= OOMKIT_HASHES && !oomkit_hashes_have(hashes, hash)) {
+        oomkit_hashes_clear(hashes);
+    }
+    return oomkit_hashes_keep(hashes, hash);
+}
+
+int
+oomkit_hashes_keep(oomkit_hashes *hashes, uint64_t hash)
+{
     if (oomkit_hashes_have(hashes, hash)) {
         return 0;
-    }
-    if (hashes->count == OOMKIT_HASHES) {
-        oomkit_hashes_clear(hashes);
     }
     if (hashes->count * 2 >= hashes->room && hashes_grow(hashes) < 0) {
         return -1;

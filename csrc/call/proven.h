@@ -20,8 +20,9 @@ typedef enum {
 } oomkit_proof_level;
 
 /* A set of numbers that are not 0: an open table of a power of two of places, at most
- * half of them taken. When it has OOMKIT_HASHES of them, it forgets them. */
+ * half of them taken. */
 #define OOMKIT_HASHES 4096
+#define OOMKIT_PLACES 65536 /* that are kept when another proof is learnt from */
 
 typedef struct oomkit_hashes {
     uint64_t *items; /* owned; 0: free; NULL: none yet */
@@ -30,9 +31,13 @@ typedef struct oomkit_hashes {
 
 int
 oomkit_hashes_have(const oomkit_hashes *hashes, uint64_t hash);
-/* 1: it was not there and is now; 0; -1 with MemoryError. */
+/* 1: it was not there and is now; 0; -1 with MemoryError. A set that has OOMKIT_HASHES
+ * of them forgets them before: where a number that is not there is a proof more. */
 int
 oomkit_hashes_add(oomkit_hashes *hashes, uint64_t hash);
+/* The same, and forgets nothing: where one that is not there would be believed. */
+int
+oomkit_hashes_keep(oomkit_hashes *hashes, uint64_t hash);
 void
 oomkit_hashes_clear(oomkit_hashes *hashes);
 

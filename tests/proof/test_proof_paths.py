@@ -279,6 +279,19 @@ def test_a_loss_that_becomes_a_sum_is_weighed_as_one() -> None:
     assert made[LATER + 1 :] == [2] * (CALLS - LATER - 1)
 
 
+def test_a_factor_among_thousands_that_are_0_is_not_forgotten() -> None:
+    def many(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
+        out = p.model(x)
+        mean = out.mean()
+        terms = [float(p.on) * term(out), *(0.0 * (1.0 * mean) for _ in range(4200))]
+        return F.cross_entropy(out, y) + torch.stack(terms).sum()
+
+    program = Program(many, coupled)
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        program.train(accumulation_steps=2)
+    assert program.call == LATER
+
+
 def test_what_was_learnt_in_part_is_proven_again() -> None:
     """Without memory, places of a proof that nothing but 0 has come to were not noted."""
     program = Program(factor, coupled)
