@@ -21,7 +21,7 @@ from .bounds import Bound, bounds, of_the_batch
 from .diagnose import Verification, tolerance
 from .flows import Flows, hooks
 from .numbers import Numbers
-from .quiet import Quiet
+from .quiet import Quiet, modules_of
 from .weights import (
     TOLD,
     Cut,
@@ -117,19 +117,6 @@ def _alive(roots: list[Any] | None) -> list[Any]:
     return [root for ref in roots or [] if (root := ref()) is not None]
 
 
-def _modules_of(roots: list[Any]) -> list[torch.nn.Module]:
-    """All of them, each once. In every split call: `modules()` of each root, which are modules
-    of one another, takes a multiple of the time."""
-    found: dict[int, torch.nn.Module] = {}
-    todo = list(reversed(roots))
-    while todo:
-        module = todo.pop()
-        if isinstance(module, torch.nn.Module) and id(module) not in found:
-            found[id(module)] = module
-            todo += reversed(module._modules.values())
-    return list(found.values())
-
-
 class Proof:
     """The comparison of one micro-batch with its own two parts.
 
@@ -183,7 +170,7 @@ class Proof:
     # --- what the engine calls around the runs ---
 
     def modules(self) -> list[torch.nn.Module]:
-        return _modules_of(self._roots)
+        return modules_of(self._roots)
 
     def quiet(self, everything: bool) -> None:
         """Dropout and norms with running statistics into eval, or every module."""
@@ -846,7 +833,7 @@ class Proof:
         used = (rule or Weigher("rows")).of(leaves)
         if is_varied(leaves, slices, tried):
             return True
-        weighers = list(candidates(leaves, _modules_of(_alive(roots)), tried))
+        weighers = list(candidates(leaves, modules_of(_alive(roots)), tried))
         return decisive(weighers, slices, used, tried, unit) is not None
 
 
