@@ -1,12 +1,12 @@
-/* Telling the rules of what a step does. Attempts and their micro-batches are handlers
- * to those of a split call, also where one has a single slice: a replay, or the whole
+/* Telling the rules of what a step does. Attempts and their micro-batches are told to
+ * those of a split call, also where one has a single slice: a replay, or the whole
  * batch once more. */
 #include "events.h"
 
 #define EACH_RULE(rule, rules)                                                         \
     for (const oomkit_rule *const *rule = (rules); *rule != NULL; rule++)
 
-#define TOLD_ADD(list, handler)                                                        \
+#define HANDLER_ADD(list, handler)                                                     \
     do {                                                                               \
         size_t n_ = 0;                                                                 \
         while ((list)[n_] != NULL) {                                                   \
@@ -25,11 +25,11 @@ oomkit_handlers_fill(oomkit_wiring *wiring)
     }
     EACH_RULE(rule, wiring->when_whole)
     {
-        TOLD_ADD(handlers->backward_begins, (*rule)->backward_begins);
-        TOLD_ADD(handlers->backward_ends, (*rule)->backward_ends);
-        TOLD_ADD(handlers->update_runs, (*rule)->update_runs);
-        TOLD_ADD(handlers->call_ends, (*rule)->call_ends);
-        TOLD_ADD(handlers->whole_call_ends, (*rule)->whole_call_ends);
+        HANDLER_ADD(handlers->backward_begins, (*rule)->backward_begins);
+        HANDLER_ADD(handlers->backward_ends, (*rule)->backward_ends);
+        HANDLER_ADD(handlers->update_runs, (*rule)->update_runs);
+        HANDLER_ADD(handlers->call_ends, (*rule)->call_ends);
+        HANDLER_ADD(handlers->whole_call_ends, (*rule)->whole_call_ends);
     }
     handlers->filled = 1;
 }
