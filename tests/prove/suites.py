@@ -215,8 +215,9 @@ RUNGS: dict[str, list[tuple[list[str], str]]] = {
         (["ladder/test_each_rung.py"], "activations"),
     ],
     "recompute": [(["ladder/test_climbing.py", "ladder/test_each_rung.py"], "recompute")],
-    "gradients": [
-        (["ladder/test_host_gradients.py"], ""),
+    "gradients, once": [(["ladder/test_host_gradients.py"], "not for_good")],
+    "gradients, for good": [
+        (["ladder/test_host_gradients.py"], "for_good"),
         (["ladder/test_each_rung.py"], "gradients"),
     ],
     "all of them, on a scripted device": [(["device/test_ladder.py"], "")],
