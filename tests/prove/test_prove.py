@@ -59,11 +59,15 @@ def test_a_unit_that_hangs_takes_its_processes_with_it() -> None:
         "import subprocess, sys; from prove.__main__ import leave_when_terminated;"
         f"leave_when_terminated(); subprocess.run([sys.executable, '-c', {waits!r}])"
     )
-    process = subprocess.Popen([sys.executable, "-c", unit], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", unit]
+    ours = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ours)
     assert process.stdout is not None
-    assert process.stdout.readline() == "here\n"
     with os.fdopen(os.dup(process.stdout.fileno())) as theirs:
-        end(process)
+        try:
+            assert theirs.readline() == "here\n"
+        finally:
+            end(process)
         assert theirs.read() == ""  # nobody has the other end
 
 

@@ -76,6 +76,11 @@ class Lines(Point):
         "profiler.py",
         "recovery_points.py",
         "_dynamo/decorators.py",
+        # Callbacks of weak references, which a collection calls: an error of a trace function in
+        # one breaks CPython 3.11 without oomkit, too.
+        "_dynamo/utils.py",
+        "weakref.py",
+        "_weakrefset.py",
     )
     NAMES = ("_use_grad", "profile_hook_step", "wrapper", "run", "state", "evaluate")
 
