@@ -454,7 +454,7 @@ def aims(contenders: list[Contender], found: list[Found]) -> list[str]:
     for one in found:
         if one.work.name.startswith(("GPT", "big MLP")):
             place = one.smallest[ours]
-            met = place is not None and place * GRID <= 0.35
+            met = place is not None and round(place * GRID, 4) <= 0.35
             lines.append(f"aim: {one.work.name} within 35 %: {'met' if met else 'NOT MET'}")
     for one in found:
         mine = speed(one, 0.6, ours)
