@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .. import _C
+
 __all__ = ["PlainState"]
 
 _PLAIN = frozenset((int, float, bool, str, complex, type(None)))
@@ -43,9 +45,9 @@ def _of_tensor(value: torch.Tensor) -> Iterator[_Back]:
     if value.requires_grad or value.layout is not torch.strided or value.numel() > _ITEMS:
         return
     try:
-        copy = value.clone()
+        copy = _C.exempt(value.clone)  # small, and outside the budget
     except torch.OutOfMemoryError:
-        return  # no copy, then: what the step computes is another matter
+        copy = value.to("cpu", copy=True)
     yield lambda: _tensor_back(value, copy)
 
 

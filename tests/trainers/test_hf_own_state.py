@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from runs import differences
 from test_trl_sweep import sft
 
 import oomkit
+from oomkit._trainers.plain_state import PlainState
 from oomkit.transformers import protect, records
 
 pytestmark = [
@@ -154,3 +156,13 @@ def test_rows_whose_label_is_ignored_are_no_part_of_an_evaluated_mean() -> None:
         return trainer(lambda: bert("SequenceClassification"), data)
 
     assert sweep(make, "prediction_step", 1, times=(1,))["split"]
+
+
+def test_small_tensors_go_back_where_the_budget_is_used_up() -> None:
+    kept = torch.arange(4.0)
+    owner = SimpleNamespace(kept=kept)
+    with oomkit.limit_memory(1, device="cpu"):
+        state = PlainState(owner)
+        kept.zero_()
+        state.restore(owner)
+    assert kept.tolist() == [0.0, 1.0, 2.0, 3.0]
