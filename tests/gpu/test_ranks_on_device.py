@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpu import DRY
+from oomkit._ranks import sharded
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
@@ -39,6 +41,8 @@ def _ranks(world: int, backend: str, kind: str, folder: Path) -> list[dict[str, 
 )
 def test_a_rank_that_runs_out_of_memory(world: int, kind: str, tmp_path: Path) -> None:
     backend = "gloo" if DRY or world > 1 else "nccl"
+    if kind == "fsdp" and (missing := sharded._missing()) is not None:
+        pytest.skip(f"fully_shard() of torch {torch.__version__} has no {missing}: it is refused")
 
     for found in _ranks(world, backend, kind, tmp_path):
         assert found["far"] < 1e-9  # type: ignore[operator]
