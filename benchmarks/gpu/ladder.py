@@ -10,6 +10,7 @@ allocated.
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
 import sys
@@ -205,15 +206,14 @@ def main() -> int:
         torch.set_num_threads(1)
     work = workload(setup.dry)
     whole = peak(setup, work)
-    rows: list[dict[str, Any]] = [
-        {
-            "contender": name,
-            "smallest, %": smallest(setup, work, whole, name),
-            "whole, GiB": whole / GIB,
-        }
-        for name in CONTENDERS
-    ]
-    rows += [at(setup, work, whole, share) for share in SHARES]
+    rows: list[dict[str, Any]] = []
+    for name in CONTENDERS:
+        found = smallest(setup, work, whole, name)
+        rows.append({"contender": name, "smallest, %": found, "whole, GiB": whole / GIB})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    for share in SHARES:
+        rows.append(at(setup, work, whole, share))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     report(setup, "ladder", __doc__ or "", rows)
     return 0
 
