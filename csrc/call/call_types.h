@@ -311,6 +311,10 @@ typedef struct oomkit_ranked {
     PyObject *agreed; /* owned: what this call agrees on with other ranks, or NULL */
     int sharded;      /* its model is: no version tells that a gradient has moved */
     int committed;    /* all have come to the update, or to the end */
+    int tight;        /* how near to its end memory is in an update of some rank */
+    const oomkit_options
+        *before;             /* the step's, while this call's have copies, or NULL */
+    oomkit_options *careful; /* owned memory: those, or NULL */
     /* global_weight=: what the loss of each backward counts among those of all ranks,
      * whose mean is taken. NULL: as much as another rank's. */
     double *shares;

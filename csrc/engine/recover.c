@@ -122,31 +122,6 @@ oomkit_recover_batch(oomkit_call *call)
     return 0;
 }
 
-/* Were fewer optimizers stepped than the step steps? Known from a finished call, else
- * guessed from those that take part: then rather half done than done. Of optimizers
- * that were not found it is not known how many there are. */
-static int
-recover_is_half_done(const oomkit_call *call)
-{
-    const oomkit_participants *parts = call->parts;
-    int expected = call->step->updates;
-    Py_ssize_t i;
-
-    if (oomkit_updates_made(call) == 0) {
-        return 0;
-    }
-    if (expected < 0) {
-        if (oomkit_update_by_unknown(call)) {
-            return 1;
-        }
-        expected = 0;
-        for (i = 0; i < parts->owner_count; i++) {
-            expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
-        }
-    }
-    return oomkit_updates_made(call) < expected;
-}
-
 /* The failure struck between two updates, or in one that cannot be undone. */
 static void
 recover_partial(oomkit_call *call)
@@ -183,9 +158,10 @@ recover_partial(oomkit_call *call)
 int
 oomkit_recover_committed(oomkit_call *call)
 {
-    int committed = oomkit_update_committed(call);
+    const int kept = oomkit_ranks_committed(call);
+    int committed = kept < 0 ? -1 : oomkit_update_committed(call);
 
-    if (oomkit_ranks_committed(call) && call->refused.why == NULL) {
+    if (kept > 0 && call->refused.why == NULL) {
         call->refused.why = "all ranks had come to the update, and the others may have "
                             "made it; restore a checkpoint on all of them, or pass "
                             "optimizer_safety=\"parts\" to auto_batch";
@@ -232,7 +208,8 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     oomkit_exception_discard(call->st, exception);
     if (committed &&
         (oomkit_update_of_unknown_runs(call) || oomkit_update_unfinished(call) ||
-         call->backward.failed || recover_is_half_done(call))) {
+         call->backward.failed ||
+         (oomkit_updates_made(call) > 0 && oomkit_updates_are_left(call)))) {
         recover_partial(call);
         return -1;
     }

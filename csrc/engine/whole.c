@@ -272,6 +272,23 @@ engine_whole(oomkit_call *call)
     return result;
 }
 
+/* An error leaves the call where other ranks take their updates back: so is this one's.
+ * Keeps it in flight. */
+static void
+engine_takes_back(oomkit_call *call)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    int takes = oomkit_ranks_takes_back(call, exception);
+
+    if (takes < 0) {
+        PyErr_WriteUnraisable(call->given.func); /* the error itself tells more */
+    }
+    oomkit_exception_give(exception);
+    if (takes > 0) {
+        oomkit_recover_undo(call);
+    }
+}
+
 static void
 engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
 {
@@ -357,6 +374,20 @@ engine_end(oomkit_call *call, PyObject *result)
     return status;
 }
 
+/* Where the whole batch has failed, or does not go in one. New reference or NULL. */
+static PyObject *
+engine_recover(oomkit_call *call, int split)
+{
+    PyObject *result; /* owned */
+
+    call->step->seen_oom |= split == 0 && !call->tries.restart;
+    result = oomkit_compiler_off(call) < 0 ? NULL : oomkit_recover(call, split == 0);
+    if (result == NULL) {
+        engine_takes_back(call);
+    }
+    return result;
+}
+
 /* The number of a call that begins; objects of one method count together. */
 static uint64_t
 engine_count(oomkit_step *step)
@@ -403,9 +434,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
             result = engine_whole(&call);
         }
         if (result == NULL) {
-            step->seen_oom |= split == 0 && !call.tries.restart;
-            result = oomkit_compiler_off(&call) < 0 ? NULL
-                                                    : oomkit_recover(&call, split == 0);
+            result = engine_recover(&call, split);
         }
         oomkit_phase_set(call.st, call.log.phase_before);
         *current = NULL;

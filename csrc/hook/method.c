@@ -250,6 +250,27 @@ interceptor_parts(interceptor_object *self, int index, PyObject *const *args,
     return result;
 }
 
+/* The vote of the ranks before an update of which `fits` is known. Where one of theirs
+ * is tight all go in parts, and it is known anew. 0 or -1. */
+static int
+interceptor_commit(interceptor_object *self, int index, int closure, int *fits)
+{
+    oomkit_call *call = self->call;
+    const int tight = call->options->optimizer_copy || *fits == 0 ? OOMKIT_UPDATE_TIGHT
+                      : oomkit_update_is_near(call, self->target, *fits)
+                          ? OOMKIT_UPDATE_NEAR
+                          : OOMKIT_UPDATE_ROOMY;
+    const int copies = call->options->optimizer_copy;
+
+    if (oomkit_ranks_commit(call, tight) < 0) {
+        return -1;
+    }
+    if (call->options->optimizer_copy != copies && !closure) {
+        *fits = oomkit_update_fits(call, self->target, index);
+    }
+    return *fits < 0 ? -1 : 0;
+}
+
 /* Is there room for it? *fits as oomkit_update_fits(); what may be wanted back is
  * copied, unless each part does that. 0 or -1. */
 static int
@@ -258,7 +279,8 @@ interceptor_room(interceptor_object *self, int index, int closure, int *fits)
     oomkit_call *call = self->call;
 
     *fits = closure ? 1 : oomkit_update_fits(call, self->target, index);
-    if (*fits < 0) {
+    if (*fits < 0 || (oomkit_ranks_will_commit(call) &&
+                      interceptor_commit(self, index, closure, fits) < 0)) {
         return -1;
     }
     return call->options->optimizer_copy &&
@@ -266,6 +288,20 @@ interceptor_room(interceptor_object *self, int index, int closure, int *fits)
                     oomkit_param_copies_rest(call) < 0)
                ? -1
                : 0;
+}
+
+/* It has failed and nothing has moved, but other ranks may have made it: 1 where it can
+ * be made in parts at once; 0 or -1. */
+static int
+interceptor_goes_on(interceptor_object *self, int index, int closure)
+{
+    const int kept = closure ? 0 : oomkit_ranks_committed(self->call);
+    int fits = 1;
+
+    if (kept > 0) {
+        fits = oomkit_update_fits(self->call, self->target, index);
+    }
+    return kept < 0 || fits < 0 ? -1 : fits == 0;
 }
 
 /* optimizer.step() for real: marked, predicted, and retried once if nothing moved. A
@@ -277,7 +313,7 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
     oomkit_call *call = self->call;
     PyObject *result; /* owned */
     int closure = oomkit_interceptor_has_closure(args, nargsf, kwnames);
-    int computes = closure && call->backward.done == 0, index, attempt, fits;
+    int computes = closure && call->backward.done == 0, index, attempt, fits, goes_on;
     uint64_t runs = oomkit_backward_runs();
 
     call->refused.why = computes ? OOMKIT_CLOSURE_REFUSAL : call->refused.why;
@@ -290,17 +326,18 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
             self, index, oomkit_interceptor_original(self, args, nargsf, kwnames));
     }
     oomkit_phase_optimizer(call);
-    if (fits == 0) {
-        result = interceptor_parts(self, index, args, nargsf, kwnames);
-        if (result != Py_NotImplemented) {
-            return result;
-        }
-        Py_DECREF(result);
-        if (call->options->optimizer_copy && oomkit_optimizer_copy(call, index) < 0) {
-            return NULL;
-        }
-    }
     for (attempt = 0;; attempt++) {
+        if (fits == 0) {
+            result = interceptor_parts(self, index, args, nargsf, kwnames);
+            if (result != Py_NotImplemented) {
+                return result;
+            }
+            Py_DECREF(result);
+            if (call->options->optimizer_copy &&
+                oomkit_optimizer_copy(call, index) < 0) {
+                return NULL;
+            }
+        }
         result = interceptor_measured(self, fits == 2, closure, args, nargsf, kwnames);
         if (closure && oomkit_backward_runs() != runs) {
             return interceptor_computed(self, index, result);
@@ -321,6 +358,11 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
             oomkit_update_broke_off(call, self->target);
             return NULL;
         }
+        goes_on = interceptor_goes_on(self, index, closure);
+        if (goes_on < 0) {
+            return NULL;
+        }
+        fits = goes_on ? 0 : fits;
         oomkit_window_update_again(call);
     }
 }
@@ -420,6 +462,33 @@ interceptor_updates(const interceptor_object *self)
            self->name == self->call->st->str_update;
 }
 
+/* It is made now, once, with what belongs to it. New reference or NULL. */
+static PyObject *
+interceptor_real(interceptor_object *self, PyObject *const *args, size_t nargsf,
+                 PyObject *kwnames)
+{
+    oomkit_call *call = self->call;
+    PyObject *result; /* owned */
+
+    oomkit_update_enter(call);
+    result = self->kind == OOMKIT_OWNER_OPTIMIZER
+                 ? interceptor_optimizer(self, args, nargsf, kwnames)
+             : self->kind == OOMKIT_OWNER_SCHEDULER
+                 ? interceptor_scheduler(self, args, nargsf, kwnames)
+                 : interceptor_other(self, args, nargsf, kwnames);
+    if (oomkit_update_leave(call)) {
+        if (result == NULL) {
+            oomkit_attributes_undo(call);
+        }
+        oomkit_update_settled(call);
+        if (result != NULL && oomkit_ranks_will_settle(call) &&
+            !oomkit_updates_are_left(call) && oomkit_ranks_settle(call) < 0) {
+            Py_CLEAR(result);
+        }
+    }
+    return result;
+}
+
 PyObject *
 oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                         PyObject *kwnames)
@@ -458,22 +527,13 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
             Py_RETURN_NONE;
         }
     }
-    if (interceptor_updates(self) && oomkit_ranks_commit(call) < 0) {
+    if (interceptor_updates(self) && self->kind != OOMKIT_OWNER_OPTIMIZER &&
+        (oomkit_ranks_commit(call, OOMKIT_UPDATE_ROOMY) < 0 ||
+         (!oomkit_update_runs(call) && oomkit_ranks_settle(call) < 0))) {
         return NULL;
     }
-    oomkit_update_enter(call);
     Py_INCREF(op); /* the method may take us out of the instance */
-    result = self->kind == OOMKIT_OWNER_OPTIMIZER
-                 ? interceptor_optimizer(self, args, nargsf, kwnames)
-             : self->kind == OOMKIT_OWNER_SCHEDULER
-                 ? interceptor_scheduler(self, args, nargsf, kwnames)
-                 : interceptor_other(self, args, nargsf, kwnames);
-    if (oomkit_update_leave(call)) {
-        if (result == NULL) {
-            oomkit_attributes_undo(call);
-        }
-        oomkit_update_settled(call);
-    }
+    result = interceptor_real(self, args, nargsf, kwnames);
     Py_DECREF(op);
     return result;
 }

@@ -64,6 +64,9 @@ oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request);
  * with an exception (nothing has moved). */
 int
 oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index);
+/* Of what that has said: may it fail for all that? */
+int
+oomkit_update_is_near(const oomkit_call *call, PyObject *optimizer, int fits);
 /* It ran out of memory where it was to fit: in parts from now on. */
 void
 oomkit_update_failed(oomkit_call *call, PyObject *optimizer);

@@ -121,6 +121,14 @@ needed(const oomkit_update_figures *f, const oomkit_update_need *need)
     return most == 0 && f->state == 0 ? 0 : f->state + most + SLOP;
 }
 
+/* Is there less to spare than it needs, or is that not known? */
+static int
+is_near(const oomkit_update_figures *f, uint64_t bytes)
+{
+    return f->left != OOMKIT_UNKNOWN &&
+           (bytes == OOMKIT_UNKNOWN || f->left < bytes || f->left - bytes < bytes);
+}
+
 /* 2, 0 or -1 as oomkit_update_fits(). */
 static int
 fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
@@ -142,6 +150,7 @@ fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
             return 0;
         }
     }
+    need->near = is_near(&f, needed(&f, need));
     if (f.left == OOMKIT_UNKNOWN || needed(&f, need) <= f.left) {
         return 2;
     }
@@ -184,6 +193,14 @@ oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
         return 1;
     }
     return fits_closely(call, optimizer, need);
+}
+
+int
+oomkit_update_is_near(const oomkit_call *call, PyObject *optimizer, int fits)
+{
+    const oomkit_update_need *need = oomkit_update_need_of(call->parts, optimizer);
+
+    return fits == 2 && need != NULL && need->near;
 }
 
 /* --- afterwards --- */

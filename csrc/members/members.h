@@ -36,6 +36,7 @@ typedef struct oomkit_update_need {
     const PyTypeObject *type; /* borrowed, compared only: its class, and of that: */
     int versions_tell;        /* what it writes shows in versions of tensors */
     int failed;      /* it ran out of memory where it was to fit: so many in parts */
+    int near;        /* it was to fit, with less to spare than it needs */
     int grads_out;   /* gradients are on the host from the beginning */
     Py_ssize_t most; /* parameters of a part, after one of more had failed; 0: any */
     uint64_t

@@ -4,6 +4,7 @@
  * sum.
  */
 #include "optim.h"
+#include "../call/step.h"
 #include "../py/tensor.h"
 
 /* Adds `was` and `now` when they are numbers that differ. 0 or -1. */
@@ -141,4 +142,23 @@ oomkit_update_committed(oomkit_call *call)
         oomkit_exception_give(exception);
     }
     return result;
+}
+
+int
+oomkit_updates_are_left(const oomkit_call *call)
+{
+    const oomkit_participants *parts = call->parts;
+    int expected = call->step->updates;
+    Py_ssize_t i;
+
+    if (expected < 0) {
+        if (oomkit_update_by_unknown(call)) {
+            return 1;
+        }
+        expected = 0;
+        for (i = 0; i < parts->owner_count; i++) {
+            expected += parts->owners[i].kind == OOMKIT_OWNER_OPTIMIZER;
+        }
+    }
+    return oomkit_updates_made(call) < expected;
 }

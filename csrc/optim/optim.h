@@ -12,6 +12,11 @@ extern const oomkit_rule oomkit_hyperparams_rule, oomkit_scheduler_args_rule;
 /* What the update has changed: what it was, with what it is now. 0 or -1. */
 int
 oomkit_updated(oomkit_call *call, oomkit_memo **found);
+/* Were fewer optimizers stepped than the step steps? Known from a finished call, else
+ * guessed from those that take part: then rather fewer than all. Of optimizers that
+ * were not found it is not known how many there are. */
+int
+oomkit_updates_are_left(const oomkit_call *call);
 /* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.
  */
 int

@@ -4,6 +4,8 @@
 #include "../py/errors.h"
 #include "../result/result.h"
 
+#define ALONE 2 /* what commit() answers where no other rank has a part in it */
+
 /* What the answer of the agreement means: 1 is that another rank has failed, so that
  * this attempt is to end and begin again. Steals `answer`. 0, another answer, or -1. */
 static int
@@ -127,7 +129,7 @@ oomkit_ranks_note_stop(oomkit_call *call)
     PyObject *exception; /* owned, given back */
     int stopped;
 
-    if (!oomkit_ranks_agreed(call) || !call->ranks.sharded || call->tries.restart) {
+    if (!oomkit_ranks_agreed(call) || call->tries.restart) {
         return;
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
@@ -198,7 +200,9 @@ ranks_concerns(const oomkit_call *call)
 int
 oomkit_ranks_backward_begins(oomkit_call *call)
 {
-    return ranks_concerns(call) ? ranks_ask(call, "backward_begins") : 0;
+    return !ranks_concerns(call)           ? 0
+           : oomkit_ranks_settle(call) < 0 ? -1
+                                           : ranks_ask(call, "backward_begins");
 }
 
 int
@@ -207,25 +211,86 @@ oomkit_ranks_backward_ends(oomkit_call *call)
     return ranks_concerns(call) ? ranks_ask(call, "backward_ends") : 0;
 }
 
-int
-oomkit_ranks_commit(oomkit_call *call)
+/* The update of some rank is tight: all keep copies, as with optimizer_safety="parts".
+ * 0 or -1. */
+static int
+ranks_careful(oomkit_call *call)
 {
-    int answer;
-
-    if (!oomkit_ranks_agreed(call) || call->ranks.committed || call->proof != NULL) {
+    if (call->options->optimizer_copy) {
         return 0;
     }
-    answer = ranks_answer(call, ranks_call(call, "commit", NULL));
-    call->ranks.committed = answer == 0;
-    return answer < 0 ? -1 : 0;
+    call->ranks.careful = PyMem_Malloc(sizeof(*call->ranks.careful));
+    if (call->ranks.careful == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *call->ranks.careful = *call->options;
+    call->ranks.careful->optimizer_copy = call->ranks.careful->optimizer_parts = 1;
+    call->ranks.before = call->options;
+    call->options = call->ranks.careful;
+    return 0;
+}
+
+int
+oomkit_ranks_committed(oomkit_call *call)
+{
+    return call->ranks.committed && call->ranks.tight == OOMKIT_UPDATE_TIGHT
+               ? ranks_says(call, "settled")
+               : call->ranks.committed;
+}
+
+/* Neither vote of this attempt has been. */
+static void
+ranks_not_come(oomkit_call *call)
+{
+    call->ranks.committed = call->ranks.tight = 0;
+}
+
+int
+oomkit_ranks_commit(oomkit_call *call, int tight)
+{
+    OWNED PyObject *given = NULL;
+    int answer;
+
+    if (!oomkit_ranks_will_commit(call)) {
+        return 0;
+    }
+    given = PyLong_FromLong(tight);
+    answer = given == NULL ? -1 : ranks_answer(call, ranks_call(call, "commit", given));
+    call->ranks.committed = answer == 0 || answer > ALONE;
+    call->ranks.tight = answer > ALONE ? answer - ALONE : 0;
+    return answer < 0 ||
+                   (call->ranks.tight == OOMKIT_UPDATE_TIGHT && ranks_careful(call) < 0)
+               ? -1
+               : 0;
+}
+
+int
+oomkit_ranks_settle(oomkit_call *call)
+{
+    return oomkit_ranks_agreed(call) && oomkit_ranks_will_settle(call) &&
+                   call->proof == NULL
+               ? ranks_ask(call, "settle")
+               : 0;
 }
 
 int
 oomkit_ranks_returned(oomkit_call *call)
 {
-    return oomkit_ranks_agreed(call) && !call->ranks.committed && call->proof == NULL
-               ? ranks_ask(call, "returned")
-               : 0;
+    return oomkit_ranks_will_commit(call) ? ranks_ask(call, "returned")
+                                          : oomkit_ranks_settle(call);
+}
+
+int
+oomkit_ranks_takes_back(oomkit_call *call, PyObject *exception)
+{
+    OWNED PyObject *answer = NULL;
+
+    if (!oomkit_ranks_agreed(call) || call->ranks.tight != OOMKIT_UPDATE_TIGHT) {
+        return 0;
+    }
+    answer = ranks_call(call, "takes_back", exception);
+    return answer == NULL ? -1 : PyObject_IsTrue(answer);
 }
 
 int
@@ -256,6 +321,7 @@ ranks_before_retry(oomkit_call *call)
         return 0;
     }
     done = ranks_call(call, "failed", NULL);
+    ranks_not_come(call);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
@@ -269,6 +335,7 @@ oomkit_ranks_again(oomkit_call *call)
         return 0;
     }
     done = ranks_call(call, "again", NULL);
+    ranks_not_come(call);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
@@ -289,7 +356,13 @@ oomkit_ranks_leave(oomkit_call *call, PyObject *exception)
     Py_CLEAR(call->ranks.agreed);
     PyMem_Free(call->ranks.shares);
     call->ranks.shares = NULL;
-    call->ranks.committed = call->ranks.sharded = 0;
+    if (call->ranks.careful != NULL) {
+        call->options = call->ranks.before;
+        PyMem_Free(call->ranks.careful);
+        call->ranks.careful = NULL;
+    }
+    ranks_not_come(call);
+    call->ranks.sharded = 0;
 }
 
 static int

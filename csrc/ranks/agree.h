@@ -24,22 +24,46 @@ int
 oomkit_ranks_backward_begins(oomkit_call *call);
 int
 oomkit_ranks_backward_ends(oomkit_call *call);
-/* Before the first update, and where the function has returned: have all ranks come as
- * far? The same. */
+/* How near memory is to its end in an update: it fits, as far as is known; it may not;
+ * it goes in parts, so that all ranks keep copies to go back to. */
+enum { OOMKIT_UPDATE_ROOMY = 0, OOMKIT_UPDATE_NEAR, OOMKIT_UPDATE_TIGHT };
+/* Before the first update, which on this rank is `tight`, and where the function has
+ * returned: have all ranks come as far? The same. */
 int
-oomkit_ranks_commit(oomkit_call *call);
+oomkit_ranks_commit(oomkit_call *call, int tight);
 int
 oomkit_ranks_returned(oomkit_call *call);
+/* Is that vote still to come? */
+static inline int
+oomkit_ranks_will_commit(const oomkit_call *call)
+{
+    return oomkit_ranks_agreed(call) && !call->ranks.committed && call->proof == NULL;
+}
+
+/* Is there one more after it? */
+static inline int
+oomkit_ranks_will_settle(const oomkit_call *call)
+{
+    return call->ranks.tight != 0;
+}
+
+/* After the updates of a call in which one was tight, and before anything else that
+ * cannot be taken back: have those of all ranks worked? Asked once in a call. The same.
+ */
+int
+oomkit_ranks_settle(oomkit_call *call);
+/* An error (borrowed, not in flight) leaves the call between these two votes, or has
+ * come out of the second one: is the update to be taken back, as on other ranks? */
+int
+oomkit_ranks_takes_back(oomkit_call *call, PyObject *exception);
 /* A call that was whole returns this: not a loss whose backward, which the caller runs
  * out of the call, would not be weighed among other ranks'. 0 or -1. */
 int
 oomkit_ranks_whole_returns(oomkit_call *call, PyObject *result);
-/* Has it committed, so that others have updated, or may have? */
-static inline int
-oomkit_ranks_committed(const oomkit_call *call)
-{
-    return call->ranks.committed;
-}
+/* Has it committed, so that others have updated, or may have, and keep it? 1, 0 or -1.
+ */
+int
+oomkit_ranks_committed(oomkit_call *call);
 /* An attempt has ended without a result: was it because another rank has failed? Then
  * call->tries.restart says so. Keeps the exception in flight. */
 void

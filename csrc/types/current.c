@@ -1,6 +1,7 @@
 /* oomkit.current(): where in a split call this code runs. */
 #include "current.h"
 #include "../loop/chunks.h"
+#include "../optim/updating.h"
 #include "../undo/undo.h"
 
 static PyStructSequence_Field current_fields[] = {
@@ -78,6 +79,15 @@ current_where(PyObject *module, PyObject *Py_UNUSED(ignored))
     return PyLong_FromLong(loop != NULL);
 }
 
+/* Is an optimizer's step(), or what goes with it, under way? */
+static PyObject *
+current_updates(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    const oomkit_call *call = oomkit_call_current();
+
+    return PyBool_FromLong(call != NULL && oomkit_update_runs(call));
+}
+
 /* testing.force_slices: a tuple of positive lengths, or None. */
 static PyObject *
 current_force_slices(PyObject *module, PyObject *lengths)
@@ -113,6 +123,8 @@ PyMethodDef oomkit_current_methods[] = {
     {"_where", current_where, METH_NOARGS,
      "_where()\n--\n\n"
      "0; 1 in a part of a loop; 2 in a micro-batch of a call, 3 in its last."},
+    {"_updates", current_updates, METH_NOARGS,
+     "_updates()\n--\n\nDoes an optimizer's step(), or what goes with it, run?"},
     {"_force_slices", current_force_slices, METH_O,
      "_force_slices(lengths, /)\n--\n\nSet the forced slices; returns those before."},
     {NULL, NULL, 0, NULL},

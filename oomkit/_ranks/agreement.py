@@ -11,7 +11,10 @@ ranks do together, in this order, is the same whatever each needs for it:
    backward, which then has the gradients of the whole batch;
 3. a vote before each reduction that does not overlap, but for the first one in a call when all
    went well in the last;
-4. a vote before the first update, or at the end: from there on nothing is begun again.
+4. a vote before the first update, or at the end: from there on nothing is begun again;
+5. but where memory for an update of some rank was tight, which is told in that vote, all keep
+   copies of what theirs changes, and there is one more vote after it. If one has failed all take
+   theirs back, and begin again or end with an error.
 
 A rank that fails when others may have seen something of its attempt makes up for the reductions
 that it has begun, with zeros, and votes that all begin again, which they learn at their next
@@ -31,7 +34,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .call import COMMIT, OWN, PATIENCE, REDUCTION, Call, refuse_in_parts
+from .call import COMMIT, OWN, PATIENCE, REDUCTION, UPDATED, Call, refuse_in_parts
 from .ways import AGAIN, FATAL, FINE, NEVER, STOP
 from .world import World, meet
 
@@ -292,15 +295,15 @@ class Agreement(Call):
         self._done += 1
         return 0
 
-    def commit(self) -> int:
-        """Before an update; 2: others have no part in it."""
+    def commit(self, tight: int) -> int:
+        """Before an update; 2: others have no part in it; more: how tight one of theirs is."""
         if self._done == 0:
             return 2
-        return 0 if self.agreed_commit() else 1
+        return 1 if not self.agreed_commit(tight) else 2 + self.tight if self.tight else 0
 
     def returned(self) -> int:
         """The function has returned, without an update."""
-        if self.commit() == 1:
+        if self.commit(0) == 1 or self.settle():
             return 1
         for reducer in self._reducers:
             reducer.hand_over()
@@ -318,7 +321,7 @@ class Agreement(Call):
                     "be taken back: restore a checkpoint on all ranks"
                 )
             self._drain()
-            self.vote(AGAIN, REDUCTION)
+            self.vote(AGAIN, UPDATED if self.committed else REDUCTION)
             self.again()
         for reducer in self._reducers:
             reducer.due = False
@@ -331,6 +334,8 @@ class Agreement(Call):
         for reducer in self._reducers:
             reducer.reset()
         self._whole, self._cautious, self.trouble, self._done = False, True, True, 0
+        self.stopped = False
+        self.not_come()
         return 0
 
     def reduces(self, reducer: Reducer) -> None:
@@ -351,9 +356,11 @@ class Agreement(Call):
             self._draining = False
 
     def own_collective(self, name: str) -> bool:
-        hooks = self._draining or torch._C._current_graph_task_id() != -1
-        if self.committed or hooks:
-            return False  # nothing begins again; or it is a communication hook's
+        if self._draining or torch._C._current_graph_task_id() != -1:
+            return False  # it is a communication hook's
+        self.settle_first()
+        if self.committed:
+            return False  # nothing begins again
         if not self._whole:
             raise refuse_in_parts(self, name)
         self.own = name
@@ -399,8 +406,7 @@ class Agreement(Call):
         with contextlib.suppress(RuntimeError):
             for reducer in self._reducers:
                 reducer.real._reset_state()
-        broken = isinstance(exception, _C.OomkitError | MemoryError | torch.OutOfMemoryError)
-        if self.told or (self.committed and not broken):
+        if self.told or self.is_over(exception):
             return
         if self.committed or (awaited and not self.world.shared):
             self.world.give_up(text, self.matter(COMMIT))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from .. import _C
 from .others import error
-from .ways import AGAIN, FINE, TROUBLE
+from .ways import AGAIN, FINE, TIGHT, TROUBLE
 from .world import World
 
-REDUCTION, COMMIT, OWN, START, PROOF, WEIGHTS = 1, 2, 3, 4, 5, 6  # matters of a vote
+REDUCTION, COMMIT, OWN, START, PROOF, WEIGHTS, UPDATED = range(1, 8)  # matters of a vote
 
 PATIENCE = 5.0
 """Seconds that an error waits for ranks that are in a collective, or may begin one."""
@@ -29,6 +31,12 @@ class Call:
         world.begin()
         self.trouble = False
         self.committed = False
+        self.tight = 0
+        """How near memory was to its end in an update of some rank, as in csrc/ranks/agree.h."""
+        self.settled = False
+        """The updates of all ranks are known to have worked."""
+        self.lost = False
+        """Or it is known that one has not, for good."""
         self.told = False
         """The others, that this rank cannot go on, or this rank by them."""
         self.own = ""
@@ -97,19 +105,62 @@ class Call:
 
     def asks(self, word: int, matter: int) -> bool:
         """Vote; must this attempt begin again?"""
-        largest = self.vote(word, matter)
-        if largest == TROUBLE:
-            self.world.at_ease.discard(self.step)
-        elif largest < AGAIN and matter == COMMIT:
-            self.world.at_ease.add(self.step)
-        return largest >= AGAIN
+        return self.vote(word, matter) >= AGAIN
 
-    def agreed_commit(self) -> bool:
-        """Have all come to the update, or to the end?"""
-        if self.asks(TROUBLE if self.trouble else FINE, COMMIT):
+    def agreed_commit(self, tight: int = 0) -> bool:
+        """Have all come to the update, which here is `tight`, or to the end?"""
+        largest = self.vote((TROUBLE if self.trouble else FINE) + tight * TIGHT, COMMIT)
+        if largest >= AGAIN:
             return False
-        self.committed = True
+        if largest % TIGHT == TROUBLE:
+            self.world.at_ease.discard(self.step)
+        else:
+            self.world.at_ease.add(self.step)
+        self.committed, self.tight = True, largest // TIGHT
         return True
+
+    @property
+    def unsettled(self) -> bool:
+        """Are updates made that are to be voted on, and were not yet?"""
+        return self.committed and self.tight > 0 and not self.settled
+
+    def settle(self) -> int:
+        """Have the updates of all ranks worked, where one was tight? 1: all are taken back."""
+        if not self.unsettled:
+            return 0
+        self.lost = True  # unless the vote comes to its end
+        largest = self.vote(FINE, UPDATED)
+        self.lost = False
+        if largest >= AGAIN:
+            return 1
+        self.settled = True
+        return 0
+
+    def settle_first(self) -> None:
+        """The same before a collective, to which a rank whose update has failed does not come."""
+        if self.unsettled and not _C._updates() and self.settle():
+            self.stop()
+
+    def takes_back(self, exception: BaseException) -> bool:
+        """With this error the call ends: is its update taken back, as on other ranks?"""
+        return self.lost or (self.unsettled and not _is_broken(exception))
+
+    def is_over(self, exception: BaseException) -> bool:
+        """Was this an error of the step's own, after the updates of all?"""
+        return self.committed and not self.unsettled and not _is_broken(exception)
+
+    def not_come(self) -> None:
+        """All begin again: neither vote on the update has been."""
+        self.committed = self.settled = self.lost = False
+        self.tight = 0
+
+    def stop(self) -> NoReturn:
+        """Ends this rank's attempt, for another one has failed."""
+        self.stopped = True
+        raise _C.SplitError(
+            "another rank has failed, so this attempt ends and starts again. Do not catch "
+            f"oomkit's errors in the step{_C.see('let-errors-pass')}"
+        )
 
     def cannot(self, why: str) -> _C.RankError:
         """The error of a rank that cannot go on; the others are told."""
@@ -126,6 +177,11 @@ class Call:
         else:
             self.world.note(exception)
         return f"{type(exception).__name__}: {exception}"
+
+
+def _is_broken(exception: BaseException) -> bool:
+    """Is it of those after which everything is as it was, or as the error says?"""
+    return isinstance(exception, _C.OomkitError | MemoryError | torch.OutOfMemoryError)
 
 
 def refuse_in_parts(call: Call, name: str) -> Any:

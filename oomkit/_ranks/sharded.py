@@ -28,7 +28,17 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from .. import _C
-from .call import COMMIT, OWN, PATIENCE, PROOF, REDUCTION, START, Call, refuse_in_parts
+from .call import (
+    COMMIT,
+    OWN,
+    PATIENCE,
+    PROOF,
+    REDUCTION,
+    START,
+    UPDATED,
+    Call,
+    refuse_in_parts,
+)
 from .others import error
 from .ways import AGAIN, FATAL, FINE, NEVER, OTHERS, STOP
 from .world import World
@@ -328,13 +338,13 @@ class Sharded(Call):
         self._backwards += 1
         return 1 if self.asks(FINE, REDUCTION | (self._backwards & 15) << 4) else 0
 
-    def commit(self) -> int:
+    def commit(self, tight: int) -> int:
         if self._backwards == 0:
             return 2
-        return 0 if self.agreed_commit() else 1
+        return 1 if not self.agreed_commit(tight) else 2 + self.tight if self.tight else 0
 
     def returned(self) -> int:
-        return 0 if self.agreed_commit() else 1
+        return 1 if not self.agreed_commit() or self.settle() else 0
 
     def made(self, leaf: torch.Tensor) -> bool:
         """Is this a parameter that was gathered?"""
@@ -363,12 +373,12 @@ class Sharded(Call):
         """This rank's attempt has failed, and everything is back."""
         self.trouble = True
         with _Aside(self):
-            self.vote(AGAIN, REDUCTION)
+            self.vote(AGAIN, UPDATED if self.committed else REDUCTION)
         return self._anew()
 
     def again(self) -> int:
         """Another attempt of all ranks; everything is back."""
-        if self.stopped and not self._knows:
+        if self.stopped and not self._knows and not self.committed:
             with _Aside(self):
                 self.vote(FINE, REDUCTION)
         return self._anew()
@@ -377,11 +387,15 @@ class Sharded(Call):
         self.stopped = self.proving = self._knows = False
         self.trouble = self._together = True
         self._backwards = 0
+        self.not_come()
         _C.exempt(self._give_held)
         return 0
 
     def own_collective(self, name: str) -> bool:
-        if self.committed or self._making:
+        if self._making:
+            return False
+        self.settle_first()
+        if self.committed:
             return False
         if self.reducing:
             if name == "all_reduce":  # of replicas
@@ -393,7 +407,7 @@ class Sharded(Call):
             raise refuse_in_parts(self, name)
         if self.asks(FINE, OWN):
             self._knows = True
-            self._stop()
+            self.stop()
         return False
 
     def cannot(self, why: str) -> _C.RankError:
@@ -424,16 +438,10 @@ class Sharded(Call):
         finally:
             self._making = False
 
-    def _stop(self) -> None:
-        self.stopped = True
-        raise _C.SplitError(
-            "another rank has failed, so this attempt ends and starts again. Do not catch "
-            f"oomkit's errors in the step{_C.see('let-errors-pass')}"
-        )
-
     def makes(self, kind: int, index: int, mask: int) -> None:
         """This rank is about to make a collective of its models."""
         step = mask << 24 | index << 3 | kind
+        self.settle_first()
         if self.committed:
             return
         # Replicas follow what was added up: nobody stops between the two.
@@ -441,7 +449,7 @@ class Sharded(Call):
         told = self.world.tell(step, NEVER if follows else AGAIN)
         self._made += 1
         if told == STOP:
-            self._stop()
+            self.stop()
         if told:
             raise self.cannot(
                 "it makes another collective than another rank, at the same place of the step"
@@ -490,9 +498,12 @@ class Sharded(Call):
         if exception is self._failure:
             self.told, text = False, str(exception)
         self.back()
-        if self.told or self.committed:
+        if self.told or self.is_over(exception):
             return
         self.told = True
+        if self.committed:
+            self.world.give_up(text, self.matter(COMMIT))
+            return
         self.world.say(text)
         with _Aside(self), contextlib.suppress(_C.RankError):
             self.world.vote(

@@ -23,6 +23,8 @@ from .others import Others, error
 
 FINE, TROUBLE, AGAIN, FATAL = 0, 1, 1 << 20, 1 << 40
 """Words. All came well; and one of them with trouble; one has failed; one cannot go on."""
+TIGHT = 2
+"""To be added to the first two, times how near memory is to its end in an update."""
 NEVER = (1 << 63) - 1
 """No word is as large."""
 _ENDED = range(6)

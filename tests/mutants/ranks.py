@@ -8,6 +8,7 @@ ACCUMULATED = (
     "ranks/test_steps.py::"
     "test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept"
 )
+UPDATES = "ranks/test_updates.py"
 
 MUTANTS = [
     Mutant(
@@ -60,6 +61,30 @@ MUTANTS = [
             "ranks/test_weighed.py::"
             "test_gradients_are_those_of_one_process_with_all_items[shared memory]",
         ),
+    ),
+    Mutant(
+        "updates-not-voted-on",
+        "after an update that was tight on some rank all say whether theirs has worked",
+        "oomkit/_ranks/call.py",
+        "        if not self.unsettled:\n            return 0\n",
+        "        if True:\n            return 0\n",
+        (f"{UPDATES}::test_all_take_it_back[asked for]",),
+    ),
+    Mutant(
+        "tight-on-one-rank-alone",
+        "where the update of one rank is tight all keep copies of what theirs changes",
+        "csrc/ranks/agree.c",
+        "    call->ranks.careful->optimizer_copy = call->ranks.careful->optimizer_parts = 1;\n",
+        "    call->ranks.careful->optimizer_copy = 0;\n",
+        (f"{UPDATES}::test_all_take_it_back[tight]",),
+    ),
+    Mutant(
+        "update-kept-beside-an-error",
+        "a rank that learns of another one's failed update takes its own back",
+        "oomkit/_ranks/call.py",
+        "        return self.lost or (self.unsettled",
+        "        return (self.unsettled",
+        (f"{UPDATES}::test_all_take_it_back[error between two]",),
     ),
     Mutant(
         "first-gather-not-made-up-for",

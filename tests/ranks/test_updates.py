@@ -1,0 +1,151 @@
+"""An update that fails on one rank: no other one keeps an update that this one has not made."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+from helpers.sample import sampled
+
+from .launch import results_of
+
+PARTS = {"optimizer_safety": "parts"}
+COPY = {"optimizer_safety": "copy"}
+OWN = {"optimizer": "Own", "nth": 2, **PARTS}
+WIDE = {"width": 8192, "rows": 2, "ladder": ["update"]}
+TIGHT, NEAR = {**WIDE, "left": 500000, "decay": 0.1}, {**WIDE, "left": 900000}
+GOOD = {"times": None}
+
+MADE: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "roomy": (0, 1, {}),
+    "near": (1, 2, NEAR),
+    "tight": (2, 2, TIGHT),
+    "asked for": (2, 2, PARTS),
+    "a part fails": (2, 2, {"times": 1, **PARTS}),
+    "goes on in parts": (0, 1, {**WIDE, "decay": 0.1, "times": 2}),
+    "all again, copied": (2, 0, {"times": 2, "nth": 4, **COPY}),
+    "all again": (2, 0, {"times": 1, **OWN}),
+    "all again, scheduler": (2, 0, {"times": 1, "after": ["scheduler"], **OWN}),
+    "all again, two": (2, 0, {"times": 1, "models": 2, **OWN, "nth": 6}),
+}
+"""How tight it is, votes in the call (0: more than one attempt's), and the program: all ranks
+update."""
+UNDONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "asked for": ("OutOfMemory: ", {**GOOD, **PARTS}),
+    "copied": ("OutOfMemory: ", {**GOOD, "nth": 4, **COPY}),
+    "tight": ("OutOfMemory: ", {**GOOD, **TIGHT}),
+    "scheduler": ("OutOfMemory: ", {**GOOD, "after": ["scheduler"], **PARTS}),
+    "scaler": ("OutOfMemory: ", {**GOOD, "scaler": True, **PARTS}),
+    "the second of two": ("OutOfMemory: ", {**GOOD, "nth": 6, "models": 2, **PARTS}),
+    "error between two": ("ValueError: ", {"errs": "between", "models": 2, **PARTS}),
+    "collective": ("its step calls torch", {**GOOD, "after": ["collective"], **PARTS}),
+    "forward": ("SplitError: ", {**GOOD, "after": ["forward"], **PARTS}),
+}
+"""What the other rank is told, and the program: no rank updates."""
+SHARDED = (
+    "a part fails",
+    "all again",
+    "asked for",
+    "scaler",
+    "the second of two",
+    "error between two",
+    "collective",
+    "forward",
+)
+BY_EACH_WAY = {"roomy", "asked for", "all again", "error between two"}
+LAST: dict[str, dict[str, Any]] = {
+    "half made": {"times": 1, "nth": 3, **NEAR},
+    "nothing made": {**GOOD, **NEAR, "ladder": []},
+    "it does not go back": {**GOOD, "stubborn": True, **PARTS},
+    "after it": {"errs": "after", **PARTS},
+}
+
+
+EACH = {
+    f"{nth}, {times}": {"times": times, "nth": nth, **PARTS}
+    for nth, times in sampled(list(itertools.product(range(1, 15), (1, 2, 3, None))), 6, "each")
+}
+"""Places of an update, and how often it fails from there on."""
+
+
+@functools.cache
+def _found(way: str) -> list[dict[str, Any]]:
+    programs = {}
+    for kind, of in (("made", MADE), ("undone", UNDONE)):
+        for name, (*_, given) in of.items():
+            if not way or name in BY_EACH_WAY:
+                programs[f"{kind} {name}"] = given
+            if not way and name in SHARDED:
+                programs[f"{kind} {name} sharded"] = {**given, "sharded": True}
+    if not way:
+        programs |= {f"last {name}": given for name, given in LAST.items()}
+        programs |= {f"each {name}": given for name, given in EACH.items()}
+    return results_of("programs_updates:cases", 2, 200.0, cases=programs, **WAYS[way])
+
+
+WAYS: dict[str, dict[str, Any]] = {"": {}, "gloo": {"gloo": True}, "nodes": {"nodes": [1, 1]}}
+
+
+def _names(of: dict[str, Any]) -> list[str]:
+    return [*of, *(f"{name} sharded" for name in of if name in SHARDED)]
+
+
+def _of(name: str, way: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    one, other = (found[name] for found in _found(way))
+    return one, other
+
+
+@pytest.mark.parametrize("name", _names(MADE))
+def test_all_make_it(name: str) -> None:
+    tight, votes, given = MADE[name.removesuffix(" sharded")]
+    for found in _of(f"made {name}"):
+        assert (found["error"], found["after"], found["tight"]) == ("", True, tight)
+        assert votes in (0, found["votes"] - ("sharded" in name))
+
+
+@pytest.mark.parametrize("name", _names(UNDONE))
+def test_all_take_it_back(name: str) -> None:
+    said, _ = UNDONE[name.removesuffix(" sharded")]
+    other, failed = _of(f"undone {name}")
+    assert other["error"].startswith("RankError: rank 1 cannot continue: ")
+    assert said in other["error"] and said in failed["error"]
+    assert other["before"] and failed["before"]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_place_of_an_update_is_made_by_all_or_by_none(name: str) -> None:
+    other, failed = _of(f"each {name}")
+    assert bool(other["error"]) == bool(failed["error"])
+    assert all(one["before" if one["error"] else "after"] for one in (other, failed))
+
+
+@pytest.mark.parametrize("name", ["half made", "nothing made"])
+def test_it_is_an_error_on_all_where_there_are_no_copies(name: str) -> None:
+    other, failed = _of(f"last {name}")
+    said = "PartialUpdate: Adam.step()" if name == "half made" else "OutOfMemory: a step ran out"
+    assert failed["error"].startswith(said) and failed["tight"] == 1
+    assert other["error"].startswith(f"RankError: rank 1 cannot continue: {said}")
+
+
+def test_what_does_not_go_back_is_an_error_on_all() -> None:
+    other, failed = _of("last it does not go back")
+    assert other["error"] == "ValueError: it does not go back"
+    assert failed["error"].startswith(f"RankError: rank 0 cannot continue: {other['error']}")
+
+
+def test_an_error_after_it_is_the_ranks_own() -> None:
+    other, failed = _of("last after it")
+    assert (other["error"], failed["error"][:11]) == ("", "ValueError:")
+    assert other["after"] and failed["after"]
+
+
+@pytest.mark.parametrize("way", ["gloo", "nodes"])
+def test_where_ranks_do_not_share_memory(way: str) -> None:
+    for name in MADE.keys() & BY_EACH_WAY:
+        assert all(one["error"] == "" and one["after"] for one in _of(f"made {name}", way)), name
+    for name in UNDONE.keys() & BY_EACH_WAY:
+        said, _ = UNDONE[name]
+        other, failed = _of(f"undone {name}", way)
+        assert said in other["error"] and other["before"] and failed["before"], name
