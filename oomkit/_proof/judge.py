@@ -177,6 +177,10 @@ class Proof:
         self._quiet.leave()
         self._quiet.enter(self.modules(), everything)
 
+    def overflows(self) -> bool:
+        """Whether all is to run again with a smaller scale of the step's GradScaler."""
+        return self._quiet.lower()
+
     @property
     def quieted(self) -> list[tuple[Any, ...]]:
         """Dictionary, name and value of what is to be put back; without one, the name goes."""
@@ -299,6 +303,7 @@ class Proof:
                 for param in group["params"]:
                     if param.grad is not None:
                         gradients[id(param)] = param.grad
+        self._quiet.update(target, gradients.values())
         made = _Update(id(target), f"{type(target).__name__}.{name}()", arguments, gradients)
         run = self._runs[self._now]
         run.updates.append(made)

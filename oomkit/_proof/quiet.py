@@ -3,11 +3,18 @@ numbers, and norms that keep running statistics."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from .values import norm
+
 __all__ = ["Quiet", "modules_of"]
+
+_LOWER = 2.0**-8  # of a GradScaler's scale: a power of two, which rounds nothing
+_LOWERED = 3  # times: what overflows still is not of the scale
 
 
 def _is_random(module: torch.nn.Module) -> bool:
@@ -66,12 +73,33 @@ class Quiet:
     `saved` is put back by the engine, too, which needs no memory for it.
     """
 
-    __slots__ = ("saved",)
+    __slots__ = ("_lowered", "_overflows", "_scaler", "saved")
 
     def __init__(self) -> None:
         self.saved: list[tuple[Any, ...]] = []
+        self._scaler: Any = None
+        self._overflows = False
+        self._lowered = 0
 
-    def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
+    def update(self, target: Any, gradients: Iterable[torch.Tensor]) -> None:
+        """A call for an optimizer: through a GradScaler, it tells whether its scale fits."""
+        if hasattr(target, "_init_scale"):
+            self._scaler = target
+            self._overflows |= not all(math.isfinite(norm(g)) for g in gradients)
+
+    def lower(self) -> bool:
+        """Gradients that overflow fp16 tell nothing of what they are made of: a smaller scale from
+        the next `enter` on. Whether there is one to try."""
+        self._lowered += self._overflows
+        was, self._overflows = self._overflows, False
+        return was and self._lowered <= _LOWERED
+
+    def _scale(self) -> None:
+        own = self._scaler.__dict__
+        name = "_init_scale" if own.get("_scale") is None else "_scale"
+        self._set(self._scaler, name, own[name] * _LOWER**self._lowered)
+
+    def _set(self, module: Any, name: str, value: Any) -> None:
         own = module.__dict__
         self.saved.append((own, name, *((own[name],) if name in own else ())))
         own[name] = value
@@ -82,6 +110,8 @@ class Quiet:
         self._set(module, "train", lambda mode=True: module)
 
     def enter(self, modules: list[torch.nn.Module], everything: bool) -> None:
+        if self._lowered:
+            self._scale()
         for module in modules:
             if _is_batch_norm(module):
                 self._set(module, "forward", _Affine(module))
