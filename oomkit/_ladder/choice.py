@@ -84,7 +84,16 @@ def refusal(child: torch.nn.Module) -> str | None:
             return f"{kind} recomputes by itself"
         if isinstance(module, _NORMS) and module.training and module.running_mean is not None:
             return f"{kind} moves its buffers"
+        if isinstance(module, torch.nn.RNNBase) and _draws_unseen(module):
+            return f"{kind} draws its dropout from a state of cuDNN that cannot be put back"
     return None
+
+
+def _draws_unseen(module: torch.nn.RNNBase) -> bool:
+    """Whether a second forward would draw another dropout: cuDNN keeps a generator of its own for
+    that of RNNs, of which torch shows nothing. The CPU draws from torch's."""
+    draws = module.training and module.num_layers > 1 and module.dropout > 0
+    return draws and any(p.device.type != "cpu" for p in module.parameters())
 
 
 def roots_of(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from typing import Any
 
 import pytest
@@ -111,8 +112,8 @@ def test_capture_of_a_graph_is_refused_and_leaves_the_program_whole() -> None:
 def test_side_streams() -> None:
     """Bytes that a side stream was given count until it is done: the replay finds none."""
     side = torch.cuda.Stream()
-    sizes: list[int] = []
-    found: list[int] = []
+    sizes: UserList[int] = UserList()  # lists are put back with the attempt
+    found: UserList[int] = UserList()
 
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> torch.Tensor:

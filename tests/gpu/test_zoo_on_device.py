@@ -21,11 +21,12 @@ pytestmark = [
 ]
 
 CHOSEN = (
-    *("mlp", "conv + BatchNorm", "depthwise conv", "LSTM", "GRU", "MultiheadAttention"),
+    *("mlp", "conv + BatchNorm", "depthwise conv", "GRU", "MultiheadAttention"),
     *("Transformer", "scaled-dot-product attention", "dense embedding", "weight tying"),
     *("checkpoint", "custom Function", "in-place", "frozen"),
 )
-"""Those whose names begin so, with a deterministic backward on CUDA but for the next ones."""
+"""Those whose names begin so, with a deterministic backward on CUDA but for the next ones. Not the
+LSTM: it has dropout between layers, which cuDNN draws from a generator that torch does not show."""
 
 ROUNDED = {"conv + BatchNorm": 1e-4}
 """Its adaptive pooling has none: without deterministic algorithms, within this share of the largest

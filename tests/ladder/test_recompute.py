@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
 
 import oomkit
 from ladder.twice import LENGTH, ROWS, WIDTH, Block, Model, Ran, both, model_of, plain, worn
+from oomkit._ladder.choice import refusal
 from oomkit._ladder.recompute import LeftOut, recompute_begin
 
 
@@ -218,6 +219,18 @@ def test_recurrent_layers(again: Counter[str]) -> None:
 
     both(model, step)
     assert again["GRU"] == 9
+
+
+def test_a_generator_of_cudnns_cannot_be_put_back() -> None:
+    """Dropout between layers of an RNN: on a device a second forward would draw another one."""
+
+    def reason(device: str, **options: Any) -> str | None:
+        return refusal(nn.LSTM(WIDTH, WIDTH, device=device, **options))
+
+    assert "state of cuDNN" in str(reason("meta", num_layers=2, dropout=0.1))
+    assert reason("cpu", num_layers=2, dropout=0.1) is None
+    assert reason("meta", num_layers=2) is None
+    assert refusal(nn.LSTM(4, 4, 2, dropout=0.1, device="meta").eval()) is None
 
 
 class Stage(nn.Module):

@@ -71,6 +71,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
         raise SystemExit("no CUDA device here; --dry runs the code on the CPU")
     if options.dry:
         oomkit.limit_memory(None, device="cpu")  # tensors are counted from here on
+    torch.zeros(1, device="cpu" if options.dry else "cuda")  # a device not in use has no figures
     return Setup(options.dry, options.output)
 
 
