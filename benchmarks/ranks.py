@@ -1,7 +1,9 @@
 """What agreement costs: single votes beside gloo's and a store's, and steps with it.
 
-Ranks are processes of this machine, over gloo. Figures are rank 0's, in microseconds. With more
-ranks than idle cores they say how the system gives out cores: the load is printed with them.
+Ranks are processes of this machine, over gloo. With `--machines 2+2` they vote as those of several
+do, the ranks of each in memory and then their first ones over gloo, but with no network between.
+Figures are rank 0's, in microseconds. With more ranks than idle cores they say how the system gives
+out cores: the load is printed with them.
 """
 
 from __future__ import annotations
@@ -44,12 +46,19 @@ def _timed(call: Callable[[], object], count: int) -> tuple[float, float]:
     return statistics.median(times), times[int(len(times) * 0.99)]
 
 
+WAYS = {
+    "Shared": "shared memory",
+    "Nodes": "memory and leaders' gloo",
+    "Gloo": "gloo of its own",
+}
+
+
 def _votes(count: int) -> dict[str, tuple[float, float]]:
     world = worlds.meet()
     one, four = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     store: Any = dist.distributed_c10d._get_default_store()
     rows: dict[str, Callable[[], object]] = {
-        "oomkit's vote, shared memory": lambda: world.vote(0, 1),
+        f"oomkit's vote, {WAYS[world.way]}": lambda: world.vote(0, 1),
         "gloo all_reduce, one int64": lambda: dist.all_reduce(one, op=dist.ReduceOp.MAX),
         "gloo all_reduce, four int64": lambda: dist.all_reduce(four, op=dist.ReduceOp.MAX),
         "gloo barrier": dist.barrier,
@@ -60,6 +69,12 @@ def _votes(count: int) -> dict[str, tuple[float, float]]:
         _timed(call, count // 10)
         dist.barrier()
         found[name] = _timed(call, count)
+    vote, gloo = list(rows.values())[:2]
+    ratios = sorted(_timed(vote, 1)[0] / _timed(gloo, 1)[0] for _ in range(count))
+    found["oomkit's vote / gloo all_reduce, pair by pair"] = (
+        statistics.median(ratios),
+        ratios[int(len(ratios) * 0.99)],
+    )
     return found
 
 
@@ -159,13 +174,13 @@ def _exchanges(
     checks = 1 if kind == "DDP" else 2 * (LAYERS + 1) + LAYERS
     return {
         f"{kind}, collectives added to torch's {made[0]}": (made[1] - made[0], 0),
-        f"{kind}, votes in shared memory": (counts["vote"], 0),
+        f"{kind}, votes": (counts["vote"], 0),
         f"{kind}, words in shared memory": (counts["tell"], 0),
         f"{kind}, collectives that Composer would add": (2 * checks, 0),
     }
 
 
-def _rank(rank: int, world: int, folder: str, count: int) -> None:
+def _rank(rank: int, world: int, folder: str, count: int, machines: list[int]) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -173,8 +188,11 @@ def _rank(rank: int, world: int, folder: str, count: int) -> None:
     port = int(Path(folder, "port").read_text())
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    of = [f"machine {number}" for number, ranks in enumerate(machines) for _ in range(ranks)]
+    if len(machines) > 1:
+        worlds._node = lambda: of[rank]
     found = _votes(count)
-    for kind in ("DDP", "FSDP2"):
+    for kind in ("DDP", "FSDP2") if len(machines) == 1 else ("DDP",):
         found |= _steps(kind, max(20, count // 20))
     if rank == 0:
         lines = [f"{n:50s} {median:10.2f} {late:10.2f}" for n, (median, late) in found.items()]
@@ -193,7 +211,8 @@ def _free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--machines", nargs="*", default=["2+2", "1+1"], help="ranks of each")
     parser.add_argument("--count", type=int, default=2000, help="votes of each kind")
     parser.add_argument("--say", action="append", default=[], help="a line for the table")
     parser.add_argument("--output", type=Path, help="write the table there, too")
@@ -203,12 +222,15 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}",
     ]
-    for world in given.ranks:
+    for text in [*map(str, given.ranks), *given.machines]:
+        machines = [int(ranks) for ranks in text.split("+")]
+        world = sum(machines)
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "port").write_text(str(_free_port()))
-            processes.spawn(_rank, (world, folder, given.count), nprocs=world)
-            title = f"{world} ranks (load before it: {load:.1f})"
+            processes.spawn(_rank, (world, folder, given.count, machines), nprocs=world)
+            of = " + ".join(map(str, machines))
+            title = f"{of} ranks (load before it: {load:.1f})"
             lines += ["", f"{title:50s} {'median':>10s} {'p99':>10s}"]
             lines.append(Path(folder, "table").read_text())
     text = "\n".join(lines)
