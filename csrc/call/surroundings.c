@@ -77,7 +77,7 @@ has_spread_params(const oomkit_call *call)
 }
 
 /* Modules that wrap others for several ranks: even alone their reducers keep state that
- * a roll-back does not reach. New list or NULL. */
+ * a roll-back does not reach; and stages of pipelines. New list or NULL. */
 PyObject *
 oomkit_wrappers(oomkit_call *call)
 {
@@ -94,6 +94,11 @@ oomkit_wrappers(oomkit_call *call)
         if (!is_wrapper_type(Py_TYPE(root))) {
             last = Py_TYPE(root);
         } else if (PyList_Append(found, root) < 0) {
+            return NULL;
+        }
+    }
+    EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_PIPELINE)) {
+        if (found != NULL && PyList_Append(found, one.object) < 0) {
             return NULL;
         }
     }

@@ -476,10 +476,11 @@ oomkit_accelerate_kind(PyObject *object)
                : -1;
 }
 
-/* An object of a class of this name (or derived from it) in accelerate. */
-int
-oomkit_accelerate_is(PyObject *object, const char *name)
+/* An object of a class of this name (or derived from it) in this package. */
+static int
+object_is_of(PyObject *object, const char *name, const char *package)
 {
+    const size_t length = strlen(package);
     PyObject *mro = Py_TYPE(object)->tp_mro; /* borrowed */
     Py_ssize_t i;
 
@@ -492,11 +493,26 @@ oomkit_accelerate_is(PyObject *object, const char *name)
         }
         module = oomkit_item(type->tp_dict, "__module__");
         if (module != NULL && PyUnicode_Check(module) &&
-            PyUnicode_GET_LENGTH(module) >= 10 &&
+            (size_t)PyUnicode_GET_LENGTH(module) >= length &&
             PyUnicode_1BYTE_KIND == PyUnicode_KIND(module) &&
-            memcmp(PyUnicode_1BYTE_DATA(module), "accelerate", 10) == 0) {
+            memcmp(PyUnicode_1BYTE_DATA(module), package, length) == 0) {
             return 1;
         }
     }
     return 0;
+}
+
+int
+oomkit_accelerate_is(PyObject *object, const char *name)
+{
+    return object_is_of(object, name, "accelerate");
+}
+
+int
+oomkit_pipeline_is(PyObject *object)
+{
+    const char *const package = "torch.distributed.pipelining";
+
+    return object_is_of(object, "_PipelineSchedule", package) ||
+           object_is_of(object, "_PipelineStageBase", package);
 }

@@ -14,8 +14,9 @@ typedef enum {
     OOMKIT_OWNER_SCALER,
     OOMKIT_OWNER_AVERAGED,
     OOMKIT_OWNER_GENERATOR,
-    OOMKIT_OWNER_USER,       /* state_dict/load_state_dict or save/restore */
-    OOMKIT_OWNER_ACCELERATOR /* accelerate's: its count of batches */
+    OOMKIT_OWNER_USER,        /* state_dict/load_state_dict or save/restore */
+    OOMKIT_OWNER_ACCELERATOR, /* accelerate's: its count of batches */
+    OOMKIT_OWNER_PIPELINE     /* a stage of a pipeline over ranks, or its schedule */
 } oomkit_owner_kind;
 
 /* Where a participant was found, so that a call can see whether it is still the one. */
@@ -278,6 +279,9 @@ oomkit_module_is_training(oomkit_state *st, PyObject *module);
 /* An object of a class of this name (or derived from it) in accelerate. */
 int
 oomkit_accelerate_is(PyObject *object, const char *name);
+/* Is it a stage or a schedule of torch.distributed.pipelining? */
+int
+oomkit_pipeline_is(PyObject *object);
 /* Which kind of participant an object of accelerate's is, or -1. */
 int
 oomkit_accelerate_kind(PyObject *object);

@@ -125,6 +125,10 @@ oomkit_search_value(oomkit_search *s, PyObject *value, int depth)
         oomkit_participants_add_owner(s->parts, value, (oomkit_owner_kind)kind) < 0) {
         return -1;
     }
+    if (oomkit_pipeline_is(value) &&
+        oomkit_participants_add_owner(s->parts, value, OOMKIT_OWNER_PIPELINE) < 0) {
+        return -1;
+    }
     if (depth == OOMKIT_OBJECT_DEPTH && oomkit_search_class(s, Py_TYPE(value), 1) < 0) {
         return -1;
     }

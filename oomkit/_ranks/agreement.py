@@ -51,6 +51,7 @@ _WRAPPERS = frozenset(
 _TENSOR_PARALLEL = (
     "its parameters are spread over ranks without fully_shard(), as in tensor parallelism"
 )
+_PIPELINES = frozenset({"_PipelineSchedule", "_PipelineStageBase"})
 _UNTOUCHED = 0  # what torch takes for False, and never writes
 _said: set[tuple[str, str]] = set()
 _looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
@@ -441,6 +442,12 @@ def _modules_refusal(model: Any) -> str | None:
 def _unknown(model: Any) -> str:
     """Why a model that is spread over ranks otherwise is not agreed on."""
     for kind in type(model).__mro__:
+        if kind.__name__ in _PIPELINES:
+            return (
+                "the stages of a pipeline (torch.distributed.pipelining) send each other the "
+                "micro-batches of one step, which no rank can repeat alone; pass more of them to "
+                "its schedule"
+            )
         if kind.__name__ in _WRAPPERS:
             package = kind.__module__.partition(".")[0]
             return (
@@ -501,7 +508,7 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
     Args:
         step: the decorated one.
         label: its name.
-        models: DistributedDataParallel, or what fully_shard() has made.
+        models: DistributedDataParallel, or what fully_shard() has made, or stages of pipelines.
         weighs: it has ``global_weight=True``.
     """
     if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):

@@ -333,6 +333,47 @@ def refused(rank: Rank) -> list[str]:
     return found
 
 
+class _Pipeline:
+    """Two stages of torch's, one on each rank, with what each of them is given."""
+
+    def __init__(self, rank: Rank) -> None:
+        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+        torch.manual_seed(0)
+        self.model = [nn.Linear(4, 8), nn.Linear(8, 2)][rank.rank]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        stage = PipelineStage(self.model, rank.rank, rank.world, torch.device("cpu"))
+        self.schedule = ScheduleGPipe(stage, 2, loss_fn=F.mse_loss)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        _ = self.schedule.step(x) if dist.get_rank() == 0 else self.schedule.step(target=y)
+        self.optimizer.step()
+
+
+def pipelined(rank: Rank) -> list[Any]:
+    """A pipeline that a step finds in its object, in its closure or in its arguments: as torch
+    alone. What is said of it."""
+    _begin(rank)
+    x, y = torch.ones(8, 4), torch.ones(8, 2)
+    bare, bound, closed, given = (_Pipeline(rank) for _ in range(4))
+    bare.step(x, y)
+
+    def body(x: torch.Tensor, y: torch.Tensor) -> None:
+        closed.step(x, y)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        oomkit.auto_batch(bound.step)(x, y)
+        oomkit.auto_batch(body)(x, y)
+        oomkit.auto_batch(_Pipeline.step, label="given")(given, x, y)
+    same = [
+        all(map(torch.equal, bare.model.parameters(), one.model.parameters()))
+        for one in (bound, closed, given)
+    ]
+    return [same, [str(w.message) for w in caught if "not retried" in str(w.message)]]
+
+
 def joined(rank: Rank) -> str:
     """Uneven inputs under join(): as torch alone. What is said of it."""
     model, optimizer, x, y = _begin(rank)

@@ -51,6 +51,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "evaluated": ("evaluated", {}),
     "refused": ("refused", {"how": list(REFUSED)}),
     "joined": ("joined", {}),
+    "pipelined": ("pipelined", {}),
     **{f"own {f} {p}": ("own_collective", {"fails": f, "phase": p, "nth": n}) for f, p, n in OWN},
 }
 
@@ -160,6 +161,13 @@ def test_what_is_not_agreed_on_is_said_at_the_first_call(index: int, reason: str
     for found in _of("refused"):
         assert reason in found[index]
         assert found[index].endswith(oomkit._C.see("distributed"))
+
+
+def test_a_pipeline_over_ranks_is_told_of_at_the_first_call() -> None:
+    for same, said in _of("pipelined"):
+        assert same == [True] * 3
+        assert len(said) == 3
+        assert all("the stages of a pipeline (torch.distributed.pipelining)" in one for one in said)
 
 
 def test_uneven_inputs_under_join_are_torchs_affair() -> None:
