@@ -78,6 +78,19 @@ def _node() -> str:
     return "/".join(names)
 
 
+def _differs(own: int, kind: dict[str, Any], told: list[Any]) -> tuple[str, int] | None:
+    """What another rank has told of itself that is not this one's, and which rank it is."""
+    for rank, other in enumerate(told):
+        for what in ("oomkit", "protocol", "torch", "world", "job"):
+            if other.get(what) != kind[what]:
+                return (
+                    f"oomkit expected the same {what} on all ranks: rank {own} has "
+                    f"{kind[what]}, rank {rank} has {other.get(what)}",
+                    rank,
+                )
+    return None
+
+
 class World:
     """The default process group, as one rank sees it."""
 
@@ -108,6 +121,7 @@ class World:
             "protocol": PROTOCOL,
             "torch": torch.__version__,
             "world": self.size,
+            "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
             "node": _node(),
             "process": [os.getpid(), _C._Vote.started(os.getpid())],
         }
@@ -125,16 +139,20 @@ class World:
                 silent[0] if silent else None,
             ) from failed
         told = [json.loads(self._store.get(key)) for key in keys]
-        for rank, other in enumerate(told):
-            for what in ("oomkit", "protocol", "torch", "world"):
-                if other.get(what) != own[what]:
-                    raise error(
-                        f"oomkit expected the same {what} on all ranks: rank {self.rank} has "
-                        f"{own[what]}, rank {rank} has {other.get(what)}"
-                        f"{_C.see('distributed')}",
-                        rank,
-                    )
+        differs = _differs(self.rank, own, told)
+        self._all_alike(differs)
         return Others(self.rank, told, self._store, self._key)
+
+    def _all_alike(self, differs: tuple[str, int] | None) -> None:
+        """Nobody begins a collective before all have seen that all are of one kind: what one has
+        told of itself another may have read before somebody else's took its place."""
+        self._store.set(f"{self._key}/{self.rank}/alike", differs[0] if differs else "")
+        if differs is not None:
+            raise error(f"{differs[0]}{_C.see('distributed')}", differs[1])
+        for rank in range(self.size):
+            why = self._get(f"{rank}/alike").decode(errors="replace")
+            if why:
+                raise error(f"rank {rank} cannot continue: {why}{_C.see('distributed')}", rank)
 
     def _connect(self) -> Shared | Gloo | Nodes:
         """Shared memory where the ranks of each machine can have it, else a gloo group of all."""

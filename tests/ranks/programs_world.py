@@ -175,6 +175,42 @@ def another_version(rank: Rank) -> None:
     _step()(torch.randn(4, 4), torch.randn(4, 2))
 
 
+def another_job(rank: Rank) -> None:
+    """One rank is of another job of `torchrun`, with the same store."""
+    _meets(rank)
+    os.environ["TORCHELASTIC_RUN_ID"] = f"job {rank.rank}"
+    _step()(torch.randn(4, 4), torch.randn(4, 2))
+
+
+def another_world(rank: Rank) -> None:
+    """The last process is a job of one rank, begun with the store of this one of two: where it
+    tells of itself its rank 0 takes the place of that of the other job."""
+    met, stands, failed = (Path(f"{rank.store}-{name}") for name in ("met", "stands", "failed"))
+    if rank.rank == 2:
+        _wait_for(met)
+        one = Rank(0, 1, rank.store, {})
+        _meets(one)
+        _step()(torch.randn(4, 4), torch.randn(4, 2))
+        stands.touch()
+        _wait_for(failed)
+        return
+    one = Rank(rank.rank, 2, rank.store, {})
+    _meets(one)
+    step = _step()
+    if rank.rank == 0:
+        met.touch()
+    _wait_for(stands if rank.rank == 1 else failed)
+    try:
+        step(torch.randn(4, 4), torch.randn(4, 2))
+    finally:
+        failed.touch()
+
+
+def _wait_for(path: Path) -> None:
+    while not path.exists():
+        os.sched_yield()
+
+
 def without_oomkit(rank: Rank) -> None:
     """One rank's step is not decorated."""
     _meets(rank)

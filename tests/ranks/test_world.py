@@ -105,6 +105,20 @@ def test_another_version_is_an_error_on_all() -> None:
         assert "expected the same oomkit on all ranks" in ended.error
 
 
+def test_another_job_is_an_error_on_all() -> None:
+    for ended in ranks_of("programs_world:another_job", 2):
+        assert ended.status == 1
+        assert "expected the same job on all ranks" in ended.error
+
+
+def test_another_world_with_the_same_store_is_an_error_on_all() -> None:
+    first, second, other = ranks_of("programs_world:another_world", 3)
+    said = "oomkit expected the same world on all ranks: rank 1 has 2, rank 0 has 1"
+    assert message_of(first.error) == f"RankError: rank 1 cannot continue: {said}"
+    assert message_of(second.error) == f"RankError: {said}"
+    assert other.error == ""
+
+
 def test_a_rank_without_oomkit_is_an_error() -> None:
     first, second = ranks_of("programs_world:without_oomkit", 2, patience=3.0)
     assert first.status == second.status == 1
