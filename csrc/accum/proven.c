@@ -147,7 +147,7 @@ paths_listen(oomkit_call *call, const oomkit_edge *edge)
     oomkit_paths *paths = &call->cut->paths;
     OWNED PyObject *done = NULL;
 
-    if (oomkit_node_is_leaf(edge->to)) {
+    if (edge->is_leaf) {
         return 0;
     }
     if (paths->flows == NULL) {

@@ -39,16 +39,17 @@ walk_edge(oomkit_state *Py_UNUSED(st), const oomkit_edge *edge, void *context)
 
 /* A leaf into `found` when it is no participant; behind others the walk goes on. */
 static int
-walk_visit(oomkit_state *st, PyObject *node, void *context)
+walk_visit(oomkit_state *Py_UNUSED(st), PyObject *node, const oomkit_node_type *type,
+           void *context)
 {
     unknown_walk *w = context;
     OWNED PyObject *variable = NULL;
     int made; /* of parameters, for the time of a forward */
 
-    if (!oomkit_node_is_leaf(node)) {
+    if (!type->is_leaf) {
         return 1;
     }
-    variable = PyObject_GetAttr(node, st->str_variable);
+    variable = oomkit_node_get(node, &type->variable);
     if (variable == NULL) {
         return -1;
     }

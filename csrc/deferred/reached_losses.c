@@ -77,7 +77,8 @@ roots_lead_beside(oomkit_state *st, PyObject *roots)
 }
 
 static int
-reach_visit(oomkit_state *st, PyObject *node, void *context)
+reach_visit(oomkit_state *st, PyObject *node, const oomkit_node_type *type,
+            void *context)
 {
     reach_context *c = context;
     int failed = 0, beside;
@@ -96,7 +97,7 @@ reach_visit(oomkit_state *st, PyObject *node, void *context)
                    : 0;
     }
     beside = oomkit_node_edges(st, node, output_is_beside, NULL);
-    c->paths |= beside > 0 || oomkit_node_is_leaf(node);
+    c->paths |= beside > 0 || type->is_leaf;
     return beside < 0 ? -1 : 1;
 }
 
@@ -125,7 +126,8 @@ typedef struct beneath_context {
 } beneath_context;
 
 static int
-beneath_visit(oomkit_state *st, PyObject *node, void *context)
+beneath_visit(oomkit_state *st, PyObject *node, const oomkit_node_type *Py_UNUSED(type),
+              void *context)
 {
     beneath_context *c = context;
     int failed = 0, known = 1;
@@ -153,7 +155,8 @@ oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached)
 }
 
 static int
-waiting_visit(oomkit_state *st, PyObject *node, void *context)
+waiting_visit(oomkit_state *st, PyObject *node, const oomkit_node_type *Py_UNUSED(type),
+              void *context)
 {
     int failed = 0;
     oomkit_deferred **found = context, *p = oomkit_node_deferred(st, node, &failed);
@@ -175,7 +178,8 @@ oomkit_graph_waiting(oomkit_state *st, PyObject *roots, int *failed)
 }
 
 static int
-split_visit(oomkit_state *st, PyObject *node, void *context)
+split_visit(oomkit_state *st, PyObject *node, const oomkit_node_type *Py_UNUSED(type),
+            void *context)
 {
     int failed = 0;
     oomkit_deferred *p = oomkit_node_deferred(st, node, &failed);
@@ -218,7 +222,8 @@ oomkit_graph_has_split(oomkit_state *st, PyObject *roots)
 }
 
 static int
-half_visit(oomkit_state *st, PyObject *node, void *context)
+half_visit(oomkit_state *st, PyObject *node, const oomkit_node_type *Py_UNUSED(type),
+           void *context)
 {
     OWNED PyObject *outputs = PyObject_GetAttr(node, st->str_input_metadata);
     Py_ssize_t i;
@@ -255,14 +260,15 @@ oomkit_graph_has_half(oomkit_state *st, PyObject *root)
 }
 
 static int
-leaves_visit(oomkit_state *Py_UNUSED(st), PyObject *node, void *context)
+leaves_visit(oomkit_state *Py_UNUSED(st), PyObject *node, const oomkit_node_type *type,
+             void *context)
 {
     OWNED PyObject *variable = NULL;
 
-    if (!oomkit_node_is_leaf(node)) {
+    if (!type->is_leaf) {
         return 1;
     }
-    variable = PyObject_GetAttrString(node, "variable");
+    variable = oomkit_node_get(node, &type->variable);
     return variable == NULL ? -1 : PyList_Append(context, variable);
 }
 

@@ -89,7 +89,7 @@ watch_walk(oomkit_state *st, PyObject *work, int *losses, int *far)
             result = oomkit_callers_claim(p) < 0 ? -1 : watch_hook(p, node);
             continue;
         }
-        *far |= oomkit_node_is_leaf(node);
+        *far |= oomkit_node_is_leaf(st, node);
         result = failed ? -1 : oomkit_node_follow(st, node, work);
     }
     *far |= at > NEAR + EACH * *losses || at < PyList_GET_SIZE(work);

@@ -4,13 +4,44 @@
 
 #include "../py/state.h"
 
+/* An attribute of the nodes of a type. */
+typedef struct oomkit_node_attribute {
+    PyObject *name; /* borrowed from the state */
+    getter get;     /* or NULL: it is read by its name */
+    void *closure;
+} oomkit_node_attribute;
+
+#define OOMKIT_COUNT_SAVED(field, text) +1
+
+/* What is the same of all nodes of a type. */
+typedef struct oomkit_node_type {
+    PyTypeObject *type; /* borrowed */
+    uint64_t hash;      /* of its name */
+    int is_leaf;
+    unsigned saved_count;
+    oomkit_node_attribute edges, variable; /* next_functions; of a leaf its tensor */
+    oomkit_node_attribute
+        saved[OOMKIT_STATE_SAVED(OOMKIT_COUNT_SAVED)]; /* that it has */
+} oomkit_node_type;
+
+/* node_types.c. Of a type that may go away (a custom Function) it is filled into `own`,
+ * and found there again: nodes of it must be alive until then. */
+const oomkit_node_type *
+oomkit_node_type_of(oomkit_state *st, PyTypeObject *type, oomkit_node_type *own);
+/* That attribute of a node. New reference or NULL. */
+PyObject *
+oomkit_node_get(PyObject *node, const oomkit_node_attribute *attribute);
+int
+oomkit_node_is_leaf(oomkit_state *st, PyObject *node);
+
 /* What to do with a node that another one leads to, and the number of its output there
  * (borrowed): 0 go on, else the answer. */
 typedef int (*oomkit_edge_visitor)(oomkit_state *st, PyObject *next, PyObject *number,
                                    void *context);
 
 /* What to do at a node: 1 go on behind it, 0 do not, -1 with an exception. */
-typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node, void *context);
+typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node,
+                                   const oomkit_node_type *type, void *context);
 
 /* An edge, as a walk comes to it. What a node does is a hash of its type and of what
  * it has saved: the dimensions that it works along, how it reduces, whether a norm
@@ -20,6 +51,7 @@ typedef struct oomkit_edge {
     uint64_t from, kind;    /* what its nodes do; 1 where `to` is a root's */
     uint64_t before, place; /* of its nodes, never 0 */
     int first;              /* the walk has not been at `to` before */
+    int is_leaf;            /* that one */
 } oomkit_edge;
 
 /* 0, or -1 with an exception. */
@@ -54,8 +86,6 @@ oomkit_graph_walk_edges(oomkit_state *st, PyObject *roots, oomkit_node_visitor v
 int
 oomkit_graph_too_deep(const oomkit_state *st);
 
-int
-oomkit_node_is_leaf(PyObject *node);
 /* The nodes of the roots (tensors; of a GradientEdge its node) into `work`. *leaves is
  * set when a root is a leaf itself. 0 or -1. */
 int

@@ -48,7 +48,8 @@ attribute_drop(oomkit_state *st, PyObject *node, PyObject *name)
 }
 
 static int
-free_visit(oomkit_state *st, PyObject *node, void *Py_UNUSED(context))
+free_visit(oomkit_state *st, PyObject *node, const oomkit_node_type *Py_UNUSED(type),
+           void *Py_UNUSED(context))
 {
     OWNED PyObject *names = PyObject_Dir((PyObject *)Py_TYPE(node));
     Py_ssize_t i;

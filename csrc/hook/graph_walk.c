@@ -20,7 +20,7 @@ enum {
 
 /* A node on the way from the roots to where the walk is. */
 typedef struct walk_frame {
-    PyObject *node; /* owned; NULL for the roots */
+    PyObject *node; /* borrowed from the nodes that were met; NULL for the roots */
     PyObject
         *edges; /* owned tuple as in next_functions; of the roots a list of nodes */
     Py_ssize_t next;      /* edges that are left: from the last to the first */
@@ -28,24 +28,25 @@ typedef struct walk_frame {
     uint64_t kind, place; /* where edges are watched: see oomkit_edge */
 } walk_frame;
 
-#define TYPES 64
+/* A node that was met. */
+typedef struct walk_met {
+    PyObject *node;    /* owned, hence its identity; NULL: a free place */
+    Py_ssize_t height; /* nodes of the longest chain that begins here */
+} walk_met;
 
-/* What is the same of all nodes of a type. */
-typedef struct walk_type {
-    PyTypeObject *type; /* borrowed: nodes of it are kept */
-    uint64_t hash;
-    unsigned saved; /* which of OOMKIT_STATE_SAVED they have */
-} walk_type;
+#define LEAST 256 /* places for nodes */
+#define TYPES 8
 
 typedef struct graph_walk {
     oomkit_state *st;
     oomkit_node_visitor visit;
     oomkit_edge_watcher edge; /* or NULL */
     void *context;
-    PyObject *seen; /* dict: node to height; keeps the nodes, hence their identity */
+    walk_met *met; /* owned: an open table of a power of two of places */
+    size_t met_count, met_room;
     walk_frame *frames; /* the roots, then a chain of nodes */
     Py_ssize_t count, room, limit;
-    walk_type types[TYPES]; /* that were met last */
+    oomkit_node_type types[TYPES]; /* that may go away, of nodes that were met last */
 } graph_walk;
 
 /* Nodes that may follow one another. */
@@ -96,64 +97,94 @@ oomkit_graph_too_deep(const oomkit_state *st)
     return 1;
 }
 
-static walk_type
-walk_type_of(const oomkit_state *st, PyTypeObject *type)
+static const oomkit_node_type *
+walk_type(graph_walk *w, PyObject *node)
 {
-    const char *name = type->tp_name;
-    walk_type known = {.type = type};
-    unsigned bit = 1;
-
-    /* Each graph that torch.compile has compiled is a type of its own, all of one name.
-     */
-    known.hash = strstr(name, "CompiledFunction") != NULL ? (uintptr_t)type : 0;
-    for (; *name != '\0'; name++) {
-        known.hash = (known.hash ^ (unsigned char)*name) * 0x100000001b3u;
-    }
-#define HAS(field, text)                                                               \
-    if (type->tp_dict != NULL && PyDict_Contains(type->tp_dict, st->field) > 0) {      \
-        known.saved |= bit;                                                            \
-    }                                                                                  \
-    bit <<= 1;
-    OOMKIT_STATE_SAVED(HAS)
-#undef HAS
-    return known;
-}
-
-/* `hash`, and what a node has saved under that name. */
-static uint64_t
-walk_saved(PyObject *node, PyObject *name, uint64_t hash)
-{
-    OWNED PyObject *value = PyObject_GetAttr(node, name);
-    const Py_hash_t number = value == NULL ? -1 : PyObject_Hash(value);
-
-    if (PyErr_Occurred()) {
-        oomkit_error_dismiss(); /* then it is not told from others of its type */
-    }
-    return oomkit_hash_mix(hash, (uint64_t)number);
+    PyTypeObject *type = Py_TYPE(node);
+    return oomkit_node_type_of(w->st, type, &w->types[((uintptr_t)type >> 5) % TYPES]);
 }
 
 /* What a node does. */
 static uint64_t
-walk_kind(graph_walk *w, PyObject *node)
+walk_kind(PyObject *node, const oomkit_node_type *type)
 {
-    PyTypeObject *type = Py_TYPE(node);
-    walk_type *known = &w->types[((uintptr_t)type >> 4) % TYPES];
-    uint64_t hash;
-    unsigned bit = 1;
+    uint64_t hash = type->hash;
+    unsigned i;
 
-    if (known->type != type) {
-        *known = walk_type_of(w->st, type);
+    for (i = 0; i < type->saved_count; i++) {
+        OWNED PyObject *value = oomkit_node_get(node, &type->saved[i]);
+        const Py_hash_t number = value == NULL ? -1 : PyObject_Hash(value);
+        if (PyErr_Occurred()) {
+            oomkit_error_dismiss(); /* then it is not told from others of its type */
+        }
+        hash = oomkit_hash_mix(hash, (uint64_t)number);
     }
-    hash = known->hash;
-#define SAVED(field, text)                                                             \
-    if (known->saved & bit) {                                                          \
-        hash = walk_saved(node, w->st->field, hash);                                   \
-    }                                                                                  \
-    bit <<= 1;
-    OOMKIT_STATE_SAVED(SAVED)
-#undef SAVED
     return hash;
 }
+
+/* --- nodes that were met --- */
+
+/* The place of a node, or the free one where it belongs. */
+static walk_met *
+met_place(const graph_walk *w, const PyObject *node)
+{
+    const uint64_t spread = oomkit_hash_mix(0, (uint64_t)(uintptr_t)node);
+    size_t at = (size_t)spread & (w->met_room - 1);
+
+    while (w->met[at].node != NULL && w->met[at].node != node) {
+        at = (at + 1) & (w->met_room - 1);
+    }
+    return &w->met[at];
+}
+
+/* Twice the places, or the first ones. 0 or -1. */
+static int
+met_grow(graph_walk *w)
+{
+    walk_met *old = w->met;
+    const size_t room = w->met_room;
+    size_t i;
+
+    w->met = PyMem_Calloc(room == 0 ? LEAST : room * 2, sizeof(*w->met));
+    if (w->met == NULL) {
+        w->met = old;
+        PyErr_NoMemory();
+        return -1;
+    }
+    w->met_room = room == 0 ? LEAST : room * 2;
+    for (i = 0; i < room; i++) {
+        if (old[i].node != NULL) {
+            *met_place(w, old[i].node) = old[i];
+        }
+    }
+    PyMem_Free(old);
+    return 0;
+}
+
+/* A node that was not met before. 0 or -1. */
+static int
+met_add(graph_walk *w, PyObject *node)
+{
+    if (w->met_count >= w->met_room / 4 * 3 && met_grow(w) < 0) {
+        return -1;
+    }
+    *met_place(w, node) = (walk_met){Py_NewRef(node), 1};
+    w->met_count++;
+    return 0;
+}
+
+static void
+met_free(graph_walk *w)
+{
+    size_t i;
+
+    for (i = 0; i < w->met_room; i++) {
+        Py_XDECREF(w->met[i].node);
+    }
+    PyMem_Free(w->met);
+}
+
+/* --- the walk --- */
 
 /* One more frame; steals `edges`, which may be NULL after an error. 0 or -1. */
 static int
@@ -169,20 +200,13 @@ walk_push(graph_walk *w, PyObject *node, PyObject *edges, const oomkit_edge *by)
         return -1;
     }
     frame = &w->frames[w->count++];
-    frame->node = Py_XNewRef(node);
+    frame->node = node;
     frame->edges = edges;
     frame->next = PySequence_Fast_GET_SIZE(edges);
     frame->height = 1;
     frame->kind = by == NULL ? 1 : by->kind;
     frame->place = by == NULL ? 1 : by->place;
     return 0;
-}
-
-static int
-walk_note(const graph_walk *w, PyObject *node, Py_ssize_t height)
-{
-    OWNED PyObject *number = PyLong_FromSsize_t(height);
-    return number == NULL ? -1 : PyDict_SetItem(w->seen, node, number);
 }
 
 /* Of the chain that ends with `height` nodes here: what is known of the last frame. 0
@@ -201,17 +225,19 @@ walk_reaches(const graph_walk *w, Py_ssize_t height)
 
 /* Who watches is told of the edge from the last frame. 0 or -1. */
 static int
-walk_tell(graph_walk *w, PyObject *node, int first, oomkit_edge *edge)
+walk_tell(graph_walk *w, PyObject *node, const oomkit_node_type *type, int first,
+          oomkit_edge *edge)
 {
     const walk_frame *frame = &w->frames[w->count - 1];
     uint64_t place;
 
-    *edge = (oomkit_edge){.to = node, .before = frame->place, .first = first};
+    *edge = (oomkit_edge){
+        .to = node, .before = frame->place, .first = first, .is_leaf = type->is_leaf};
     if (w->edge == NULL) {
         return 0;
     }
     edge->from = frame->kind;
-    edge->kind = walk_kind(w, node);
+    edge->kind = walk_kind(node, type);
     place = oomkit_hash_mix(frame->place, (uint64_t)frame->next);
     edge->place = oomkit_hash_mix(place, edge->kind) | 1;
     return w->edge(w->st, edge, w->context);
@@ -221,25 +247,26 @@ walk_tell(graph_walk *w, PyObject *node, int first, oomkit_edge *edge)
 static int
 walk_enter(graph_walk *w, PyObject *node)
 {
-    PyObject *known = PyDict_GetItemWithError(w->seen, node); /* borrowed from seen */
-    PyObject *edges;                                          /* owned */
+    const Py_ssize_t known = met_place(w, node)->height; /* 0: not met before */
+    const oomkit_node_type *type = walk_type(w, node);
+    PyObject *edges; /* owned */
     oomkit_edge edge;
     int on;
 
-    if (PyErr_Occurred() || walk_tell(w, node, known == NULL, &edge) < 0) {
+    if (walk_tell(w, node, type, known == 0, &edge) < 0) {
         return -1;
     }
-    if (known != NULL) {
-        return walk_reaches(w, PyLong_AsSsize_t(known));
+    if (known != 0) {
+        return walk_reaches(w, known);
     }
-    if (walk_reaches(w, 1) < 0 || walk_note(w, node, 1) < 0) {
+    if (walk_reaches(w, 1) < 0 || met_add(w, node) < 0) {
         return -1;
     }
-    on = w->visit(w->st, node, w->context);
+    on = w->visit(w->st, node, type, w->context);
     if (on <= 0) {
         return on;
     }
-    edges = PyObject_GetAttr(node, w->st->str_next_functions);
+    edges = oomkit_node_get(node, &type->edges);
     if (edges != NULL && !PyTuple_Check(edges)) {
         Py_SETREF(edges, Py_NewRef(w->st->empty_tuple));
     }
@@ -250,18 +277,14 @@ walk_enter(graph_walk *w, PyObject *node)
 static int
 walk_leave(graph_walk *w)
 {
-    walk_frame frame = w->frames[--w->count];
-    int result = 0;
+    const walk_frame frame = w->frames[--w->count];
 
-    if (frame.node != NULL && frame.height > 1) {
-        result = walk_note(w, frame.node, frame.height);
-        if (result == 0) {
-            result = walk_reaches(w, frame.height);
-        }
-    }
-    Py_XDECREF(frame.node);
     Py_DECREF(frame.edges);
-    return result;
+    if (frame.node == NULL || frame.height <= 1) {
+        return 0;
+    }
+    met_place(w, frame.node)->height = frame.height;
+    return walk_reaches(w, frame.height);
 }
 
 /* The node of an entry of a frame's edges. Borrowed; NULL for none. */
@@ -286,13 +309,12 @@ oomkit_graph_walk_edges(oomkit_state *st, PyObject *roots, oomkit_node_visitor v
                         oomkit_edge_watcher edge, void *context, int *leaves)
 {
     graph_walk w = {.st = st, .visit = visit, .edge = edge, .context = context};
-    OWNED PyObject *seen = PyDict_New(), *list = PyList_New(0);
+    OWNED PyObject *list = PyList_New(0);
     int result;
 
     w.limit = walk_limit();
-    w.seen = seen;
-    if (list == NULL || seen == NULL ||
-        oomkit_roots_nodes(st, roots, list, leaves) < 0) {
+    if (list == NULL || oomkit_roots_nodes(st, roots, list, leaves) < 0 ||
+        met_grow(&w) < 0) {
         return -1;
     }
     result = walk_push(&w, NULL, STEAL(list), NULL);
@@ -306,11 +328,10 @@ oomkit_graph_walk_edges(oomkit_state *st, PyObject *roots, oomkit_node_visitor v
         result = node == NULL ? walk_leave(&w) : walk_enter(&w, node);
     }
     while (w.count > 0) {
-        w.count--;
-        Py_XDECREF(w.frames[w.count].node);
-        Py_DECREF(w.frames[w.count].edges);
+        Py_DECREF(w.frames[--w.count].edges);
     }
     PyMem_Free(w.frames);
+    met_free(&w);
     return result;
 }
 
@@ -342,14 +363,6 @@ oomkit_roots_nodes(oomkit_state *st, PyObject *roots, PyObject *work, int *leave
         }
     }
     return 0;
-}
-
-int
-oomkit_node_is_leaf(PyObject *node)
-{
-    const char *name = strrchr(Py_TYPE(node)->tp_name, '.');
-    name = name == NULL ? Py_TYPE(node)->tp_name : name + 1;
-    return strcmp(name, "AccumulateGrad") == 0;
 }
 
 int

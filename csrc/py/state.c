@@ -51,6 +51,11 @@ oomkit_state_clear(oomkit_state *st)
     st->stream_size =
         0; /* the bridge stays: calls that are still alive have its marks */
     Py_CLEAR(st->bridge_capsule);
+    while (st->node_types != NULL) {
+        oomkit_chained *first = st->node_types;
+        st->node_types = first->next;
+        PyMem_Free(first);
+    }
 }
 
 /* One name out of a module, imported. New reference; NULL without an exception when an

@@ -369,6 +369,11 @@ typedef struct oomkit_type_kind {
 
 #define OOMKIT_TYPE_KINDS 32
 
+/* What memory begins with that the state has in a chain. */
+typedef struct oomkit_chained {
+    struct oomkit_chained *next;
+} oomkit_chained;
+
 typedef struct oomkit_state {
 #define DECLARE_STRING(field, text) PyObject *field;                  /* owned */
 #define DECLARE_TORCH(field, module, name, required) PyObject *field; /* owned */
@@ -415,6 +420,7 @@ typedef struct oomkit_state {
     struct oomkit_participants
         *waiting; /* borrowed: those of which losses wait for their backward */
     uint64_t deferred_serial;       /* how many ever did */
+    oomkit_chained *node_types;     /* owned: see node_types.c */
     struct oomkit_callers *callers; /* borrowed: backwards running as the second half
                                       of a call, on any thread */
 } oomkit_state;

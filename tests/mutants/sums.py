@@ -250,8 +250,8 @@ MUTANTS = [
         "dimensions-not-told",
         "the same operation along another dimension is proven before the update",
         "csrc/hook/graph_walk.c",
-        "    if (known->saved & bit) {",
-        "    if (0) {",
+        "    for (i = 0; i < type->saved_count; i++) {",
+        "    for (i = 0; i < 0; i++) {",
         (
             "proof/test_proof_paths.py::"
             "test_coupled_rows_are_refused_before_the_update[along-whole step-2]",
