@@ -134,6 +134,11 @@ oomkit_refuse(oomkit_call *call, const char *format, ...);
 int
 oomkit_refuse_split(oomkit_call *call, const char *format, ...);
 
+/* Between two micro-batches: SplitError where CUDA graphs of torch.compile() have run.
+ * 0 or -1. */
+int
+oomkit_refuse_graphs(oomkit_call *call);
+
 /* --- surroundings.c --- */
 /* Why this call must not be replayed or split (static text), or NULL. 0
  * or -1. */

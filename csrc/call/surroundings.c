@@ -2,6 +2,7 @@
  * collectives that other ranks would wait for, and a stream that is being captured.
  * Asked only after an OOM and before a split, never in a healthy call. */
 #include "call.h"
+#include "../py/tensor.h"
 
 /* Is more than one rank at work? 1, 0 or -1. */
 static int
@@ -142,6 +143,43 @@ oomkit_refusal_transform(oomkit_state *st)
     return level == NULL ? -1 : level != Py_None;
 }
 
+/* Has the device graphs of torch.compile(mode="reduce-overhead")? Where a gradient or a
+ * result of one micro-batch is, they write that of the next: torch raises an error in
+ * the first call, and in later ones gradients are silently those of the last one twice
+ * (seen on an H100 with 2.11, without oomkit). Graphs of other steps count, for torch
+ * does not tell whose they are. 1, 0 or -1. */
+static int
+has_graphs(const oomkit_call *call)
+{
+    OWNED PyObject *module = NULL, *manager = NULL;
+
+    if (call->device.type == OOMKIT_DEVICE_CPU) {
+        return 0;
+    }
+    module = oomkit_imported("torch._inductor.cudagraph_trees");
+    if (module == NULL || !PyObject_HasAttrString(module, "get_manager")) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    manager =
+        PyObject_CallMethod(module, "get_manager", "iO", call->device.index, Py_False);
+    return manager == NULL ? -1 : manager != Py_None;
+}
+
+static const char graphs_text[] =
+    "torch.compile(mode=\"reduce-overhead\") has CUDA graphs on this device, which "
+    "write "
+    "gradients and results where those of the micro-batch before are: compile with "
+    "mode=\"default\" or mode=\"max-autotune-no-cudagraphs\"";
+
+int
+oomkit_refuse_graphs(oomkit_call *call)
+{
+    int has = has_graphs(call);
+
+    return has > 0 ? oomkit_refuse_split(call, "%s" SEE("not-retried"), graphs_text)
+                   : has;
+}
+
 /* Does it need no gradients, as far as is known, so that other ranks have no part in
  * it? Collectives of its own are told from now on: in micro-batches they are an error.
  * 1, 0 or -1. */
@@ -181,6 +219,11 @@ oomkit_refusal(oomkit_call *call, const char **why)
         *why = "it is called inside a transform of torch.func (grad, vmap, jacrev), "
                "whose tensors hide the batch: call the transform inside the decorated "
                "step";
+        return state < 0 ? -1 : 0;
+    }
+    state = has_graphs(call);
+    if (state != 0) {
+        *why = graphs_text;
         return state < 0 ? -1 : 0;
     }
     state = oomkit_is_capturing();

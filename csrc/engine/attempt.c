@@ -259,7 +259,8 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
         return -1;
     }
     for (; status == 0 && call->cut->at < call->cut->count; call->cut->at++) {
-        status = attempt_micro(call, vector, result);
+        status = call->cut->at > 0 ? oomkit_refuse_graphs(call) : 0;
+        status = status < 0 ? -1 : attempt_micro(call, vector, result);
         if (status < 0) {
             vector_clear(vector, call->batch.total);
             break; /* the one that failed is the one that slice_index says */

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -508,3 +509,51 @@ def test_every_allocation_of_a_step_on_a_device(cuda: Device) -> None:
             assert same, fault
     assert fault > 10
     assert cuda.reset_calls > 0 and _C.run_peak(CUDA, 0) is not None
+
+
+# --- CUDA graphs of torch.compile(mode="reduce-overhead") ---
+
+
+@pytest.fixture
+def graphs() -> Iterator[Any]:
+    """Torch's own place for their manager, which has none before a graph runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit, as Inductor is imported
+        from torch._inductor.cudagraph_trees import get_container
+
+    container = get_container(0)
+    assert container.tree_manager is None
+    yield container
+    container.tree_manager = None
+
+
+def test_nothing_is_split_where_they_have_run(cuda: Device, graphs: Any) -> None:
+    """They write the gradients of a micro-batch where those of the one before are."""
+    graphs.tree_manager = object()
+    body = Body(out_of_memory())
+    with torch.no_grad(), pytest.raises(oomkit.OutOfMemory, match="max-autotune-no-cudagraphs"):
+        oomkit.auto_batch(body)(ROWS)
+    assert body.sizes == [8]
+
+
+def test_nor_where_they_begin_in_a_micro_batch(cuda: Device, graphs: Any) -> None:
+    sizes: Seen[int] = Seen()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        if len(sizes) == 1:
+            raise out_of_memory()
+        world.set(graphs, tree_manager=object())
+        return x
+
+    with torch.no_grad(), pytest.raises(oomkit.SplitError, match="reduce-overhead"):
+        oomkit.auto_batch(body, verify=False)(ROWS)
+    assert sizes == [8, 4]
+
+
+def test_a_whole_batch_needs_no_split(cuda: Device, graphs: Any) -> None:
+    graphs.tree_manager = object()
+    body = Body()
+    with torch.no_grad():
+        oomkit.auto_batch(body)(ROWS)
+    assert body.sizes == [8]
