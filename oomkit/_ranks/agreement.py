@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import warnings
 import weakref
 from typing import Any
@@ -202,6 +203,17 @@ class Reducer:
                 self.model.process_group.allreduce([used]).wait()
         with contextlib.suppress(RuntimeError):  # gloo has none: the others' parts are done
             self.model.process_group._wait_for_pending_works()  # when they vote
+
+    def post(self) -> list[Any]:
+        """Its part, with zeros, of the reduction that others are in or come to: what is to be
+        kept while that runs."""
+        buckets = self.real._get_zeros_like_grad_buckets()
+        works = [self.real._run_comm_hook(bucket) for bucket in buckets]
+        used = None
+        if self.model.find_unused_parameters:
+            used = torch.zeros_like(self.real._get_local_used_map())
+            works.append(self.model.process_group.allreduce([used]))
+        return [works, buckets, used]
 
     def reset(self) -> None:
         self.real._reset_state()
@@ -389,6 +401,17 @@ class Agreement(Call):
         finally:
             self._reducers = []
 
+    def _post(self) -> None:
+        """The others cannot tell whether they are in the reduction, and do not vote before it.
+        This rank's word is in that vote, so that what they reduce is used by nobody."""
+        (reducer,) = self._reducers
+        self.world.kept = kept = reducer.post()
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            if all(_is_done(work) for work in kept[0]):
+                break
+            time.sleep(0.001)
+
     def _drain(self) -> None:
         self._draining = True
         try:
@@ -412,12 +435,22 @@ class Agreement(Call):
         if self.committed or (awaited and not self.world.shared):
             self.world.give_up(text, self.matter(COMMIT))
             return
+        if not self.world.shared:
+            if self._waits and self._may_overlap:  # the others' first step is a reduction
+                self.world.give_up(text, self.matter(COMMIT))
+                self._post()
+            else:
+                self.world.say(text)
+            return
         self.world.say(text)
-        if (
-            self._waits or self.weighs
-        ) and self.world.shared:  # the others may begin a reduction at any time
+        if self._waits or self.weighs:  # the others may begin a reduction at any time
             with contextlib.suppress(RuntimeError):
                 self.world.vote(FATAL, self.matter(COMMIT), self._take_part, PATIENCE)
+
+
+def _is_done(work: Any) -> bool:
+    """Of a collective, or of the future of one."""
+    return bool(work.is_completed() if hasattr(work, "is_completed") else work.done())
 
 
 def _second_broadcast() -> None:

@@ -66,6 +66,11 @@ class Others:
         if not gone and (self.vote is None or len(self.nodes) > 1):
             self._tell(f"{self.rank}/said", text[:2000])
 
+    def cannot(self, text: str) -> None:
+        """Why this rank does not go on, for who has not come to read it when its program does."""
+        if self.vote is None or len(self.nodes) > 1:
+            self._tell(f"{self.rank}/cannot", text[:2000])
+
     def said(self, rank: int) -> str:
         if self.vote is not None and rank in self.here:
             return self.vote.said(self.here.index(rank))
@@ -100,7 +105,7 @@ class Others:
 
     def known(self, rank: int) -> str:
         """Why it does not go on."""
-        return self.said(rank) or self._told(f"{rank}/seen")
+        return self.said(rank) or self._told(f"{rank}/seen") or self._told(f"{rank}/cannot")
 
     def _every(self) -> list[int]:
         return [rank for rank in range(len(self.told)) if rank != self.rank]

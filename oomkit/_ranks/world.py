@@ -105,6 +105,8 @@ class World:
         self.thread = 0
         self.present: Any = None
         """What the call that runs agrees on, or None."""
+        self.kept: Any = None
+        """Parts of the others' reductions that they had not come to when a call ended."""
         self._store = dist.distributed_c10d._get_default_store()
         self._key = f"oomkit/{_start()}{next(_generations)}"
         self._said = False
@@ -183,11 +185,13 @@ class World:
             path, epoch = json.loads(self._get(f"{here[0]}/memory"))
             with contextlib.suppress(OSError, ValueError):
                 buffer = self._map(path, size)
-        self._store.set(f"{self._key}/{self.rank}/mapped", "1" if buffer is not None else "0")
-        all_have = all(self._get(f"{rank}/mapped") == b"1" for rank in range(self.size))
-        if self.rank == here[0] and path:
-            with contextlib.suppress(OSError):
-                os.unlink(path)  # nobody else can open it, and nothing is left behind
+        try:
+            self._store.set(f"{self._key}/{self.rank}/mapped", "1" if buffer is not None else "0")
+            all_have = all(self._get(f"{rank}/mapped") == b"1" for rank in range(self.size))
+        finally:  # also where a rank does not come
+            if self.rank == here[0] and path:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)  # nobody else can open it, and nothing is left behind
         return (buffer, epoch) if all_have and buffer is not None else None
 
     def _make(self, size: int, epoch: int) -> tuple[str, mmap.mmap]:
@@ -281,6 +285,7 @@ class World:
     def give_up(self, text: str, matter: int) -> None:
         """Vote that this rank cannot go on, and wait for nobody."""
         self.say(text)
+        self.others.cannot(text)
         self._way.give_up(matter)
 
     # ---- words

@@ -8,7 +8,8 @@ ACCUMULATED = (
     "ranks/test_steps.py::"
     "test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept"
 )
-UPDATES = "ranks/test_updates.py"
+VOTE = "            self.vote(AGAIN, UPDATED if self.committed else REDUCTION)\n"
+STEPS, UPDATES, WORLD = (f"ranks/test_{name}.py" for name in ("steps", "updates", "world"))
 
 MUTANTS = [
     Mutant(
@@ -23,8 +24,8 @@ MUTANTS = [
         "vote-before-drain",
         "a rank that failed makes up for its part of a reduction before it votes",
         "oomkit/_ranks/agreement.py",
-        "            self._drain()\n            self.vote(AGAIN, REDUCTION)\n",
-        "            self.vote(AGAIN, REDUCTION)\n            self._drain()\n",
+        f"            self._drain()\n{VOTE}",
+        f"{VOTE}            self._drain()\n",
         ("ranks/test_ddp.py::test_each_place_of_a_plain_step",),
     ),
     Mutant(
@@ -39,8 +40,8 @@ MUTANTS = [
         "earlier-gradients-lost",
         "gradients that earlier calls left on a rank are there when its attempt begins again",
         "oomkit/_ranks/sharded.py",
-        "        self._backwards = 0\n        _C.exempt(self._give_held)\n",
-        "        self._backwards = 0\n",
+        "        self.not_come()\n        _C.exempt(self._give_held)\n",
+        "        self.not_come()\n",
         (ACCUMULATED,),
     ),
     Mutant(
@@ -61,6 +62,22 @@ MUTANTS = [
             "ranks/test_weighed.py::"
             "test_gradients_are_those_of_one_process_with_all_items[shared memory]",
         ),
+    ),
+    Mutant(
+        "reduction-of-others-left-open",
+        "a rank whose step raises takes part in the reduction that ranks elsewhere wait in",
+        "oomkit/_ranks/agreement.py",
+        "        self.world.kept = kept = reducer.post()\n",
+        "        self.world.kept = kept = [[]]\n",
+        (f"{STEPS}::test_it_reaches_ranks_of_other_machines_in_their_reduction[[2, 2]-False]",),
+    ),
+    Mutant(
+        "others-not-waited-for-when-they-meet",
+        "no rank begins a collective before all have seen that all are of one kind",
+        "oomkit/_ranks/world.py",
+        "        self._all_alike(differs)\n",
+        "        if differs is not None:\n            raise error(*differs)\n",
+        (f"{WORLD}::test_another_world_with_the_same_store_is_an_error_on_all",),
     ),
     Mutant(
         "updates-not-voted-on",

@@ -23,13 +23,16 @@ from .launch import Rank
 
 
 def _begin(rank: Rank) -> tuple[nn.Module, Any, torch.Tensor, torch.Tensor]:
-    rank.join()
+    rank.votes_by()
+    rank.join(30.0)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), bucket_cap_mb=0.0002
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
+        bucket_cap_mb=0.0002,
+        find_unused_parameters=bool(rank.arguments.get("unused")),
     )
     torch.manual_seed(rank.rank + 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4), torch.randn(8, 2)
@@ -395,9 +398,8 @@ def joined(rank: Rank) -> str:
 def caught(rank: Rank) -> list[Any]:
     """An error that a program catches on one rank, and goes on: others get theirs at once, and go
     on, too."""
-    sharded = rank.arguments["sharded"]
     model, optimizer, x, y = _begin(rank)
-    if sharded:
+    if rank.arguments.get("sharded"):
         from torch.distributed.fsdp import fully_shard
 
         model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
@@ -415,7 +417,7 @@ def caught(rank: Rank) -> list[Any]:
 
     said, took = [], 0.0
     for index in range(4):
-        bad = rank.rank == 1 and index == 2
+        bad = index == 2 and rank.rank in rank.arguments.get("fail", [1])
         begin = time.monotonic()
         said.append(_raised(lambda: step(x, y)))
         if index == 2:

@@ -294,6 +294,28 @@ def latency(rank: Rank) -> list[float]:
     return times
 
 
+def one_does_not_map(rank: Rank) -> list[bool]:
+    """A rank ends when the first one has made the memory: is that still there, and was it?"""
+    rank.join(3.0)
+    paths: list[str] = []
+    make = worlds.World._make
+
+    def made(self: worlds.World, size: int, epoch: int) -> Any:
+        path, buffer = make(self, size, epoch)
+        paths.append(path)
+        return path, buffer
+
+    def ends(self: worlds.World, path: str, size: int) -> Any:
+        die("exit")
+
+    worlds.World._make, worlds.World._map = made, ends  # type: ignore[method-assign]
+    try:
+        worlds.meet()
+    except RuntimeError:
+        return [os.path.exists(path) for path in paths]
+    return []
+
+
 def leave_a_segment(rank: Rank) -> str:
     """A file that an earlier job has left is neither opened nor in the way."""
     stale = Path("/dev/shm") / f"oomkit-job-{os.getuid()}-{0:016x}"

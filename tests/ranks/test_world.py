@@ -99,6 +99,11 @@ def test_a_stale_segment_is_not_read() -> None:
     assert results_of("programs_world:leave_a_segment", 2) == ["True 1"] * 2
 
 
+def test_memory_that_a_rank_does_not_come_to_is_not_left_behind() -> None:
+    first, _ = ranks_of("programs_world:one_does_not_map", 2)
+    assert first.result == [False]
+
+
 def test_another_version_is_an_error_on_all() -> None:
     for ended in ranks_of("programs_world:another_version", 2):
         assert ended.status == 1
