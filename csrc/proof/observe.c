@@ -381,5 +381,14 @@ PyMethodDef oomkit_proof_methods[] = {
     {"own_hooks", oomkit_proof_own_hooks, METH_O,
      "own_hooks(count, /)\n--\n\nSo many handles of torch's hooks were made by oomkit "
      "itself."},
+    {"modules_of", oomkit_proof_modules_of, METH_O,
+     "modules_of(roots, /)\n--\n\nAll modules of these trees, each once. In every "
+     "split call: "
+     "`modules()` of each root, which are modules of one another, takes a multiple of "
+     "the time."},
+    {"label_hints", oomkit_proof_label_hints, METH_VARARGS,
+     "label_hints(modules, norms, /)\n--\n\nWhat they have as ignore_index, and "
+     "buffers of those "
+     "that are not of the class `norms`."},
     {NULL, NULL, 0, NULL},
 };

@@ -145,6 +145,12 @@ oomkit_proof_flow_hook(PyObject *module, PyObject *args);
 PyObject *
 oomkit_proof_own_hooks(PyObject *module, PyObject *count);
 
+/* --- module_hints.c: functions of the module --- */
+PyObject *
+oomkit_proof_modules_of(PyObject *module, PyObject *roots);
+PyObject *
+oomkit_proof_label_hints(PyObject *module, PyObject *args);
+
 /* --- entry_gradients.c: those that were there. Values: new list or NULL --- */
 int
 oomkit_proof_gradients_take(oomkit_proof *p);

@@ -37,6 +37,7 @@
     X(str_param_groups, "param_groups")                                                \
     X(str_params, "params")                                                            \
     X(str_parameters, "_parameters")                                                   \
+    X(str_ignore_index, "ignore_index")                                                \
     X(str_buffers, "_buffers")                                                         \
     X(str_modules, "_modules")                                                         \
     X(str_dot, ".")                                                                    \

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from .. import _C
 from . import values
 from .bounds import Bound, bounds, of_the_batch
 from .diagnose import Verification, tolerance
 from .flows import Flows, hooks
 from .numbers import Numbers
-from .quiet import Quiet, modules_of
+from .quiet import Quiet
 from .weights import (
     TOLD,
     Cut,
@@ -170,7 +171,7 @@ class Proof:
     # --- what the engine calls around the runs ---
 
     def modules(self) -> list[torch.nn.Module]:
-        return modules_of(self._roots)
+        return _C.modules_of(self._roots)
 
     def quiet(self, everything: bool) -> None:
         """Dropout and norms with running statistics into eval, or every module."""
@@ -838,7 +839,7 @@ class Proof:
         used = (rule or Weigher("rows")).of(leaves)
         if is_varied(leaves, slices, tried):
             return True
-        weighers = list(candidates(leaves, modules_of(_alive(roots)), tried))
+        weighers = list(candidates(leaves, _C.modules_of(_alive(roots)), tried))
         return decisive(weighers, slices, used, tried, unit) is not None
 
 

@@ -11,7 +11,7 @@ import torch
 
 from .values import norm
 
-__all__ = ["Quiet", "modules_of"]
+__all__ = ["Quiet"]
 
 _LOWER = 2.0**-8  # of a GradScaler's scale: a power of two, which rounds nothing
 _LOWERED = 3  # times: what overflows still is not of the scale
@@ -52,19 +52,6 @@ class _Affine:
         return torch.nn.functional.batch_norm(
             input, mean, torch.ones_like(mean), module.weight, module.bias, False, 0.0, module.eps
         )
-
-
-def modules_of(roots: list[Any]) -> list[torch.nn.Module]:
-    """All of them, each once. In every split call: `modules()` of each root, which are modules
-    of one another, takes a multiple of the time."""
-    found: dict[int, torch.nn.Module] = {}
-    todo = list(reversed(roots))
-    while todo:
-        module = todo.pop()
-        if isinstance(module, torch.nn.Module) and id(module) not in found:
-            found[id(module)] = module
-            todo += reversed(module._modules.values())
-    return list(found.values())
 
 
 class Quiet:

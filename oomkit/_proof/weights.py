@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from .. import _C
+
 __all__ = [
     "TOLD",
     "Cut",
@@ -25,7 +27,10 @@ __all__ = [
     "varied",
 ]
 
-_INTEGERS = frozenset({torch.uint8, torch.int16, torch.int32, torch.int64})
+_INTEGERS = {
+    dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
+}
 _IGNORED = (-100, 255)  # PyTorch's default, and that of segmentation
 _PADDING = (0, -1)  # of tokens: in one dimension these are classes
 _CUTS = 8  # micro-batches that are looked at, and places to cut each on either side
@@ -116,20 +121,47 @@ class Weigher:
         return tuple(value / total for value in values) if total > 0 else None
 
 
-def _ignored(modules: list[torch.nn.Module]) -> list[int]:
-    # A module looks in three more places for what it has not.
-    own = [
-        getattr(module, "ignore_index", None)
-        for module in modules
-        if "ignore_index" in module.__dict__ or hasattr(type(module), "ignore_index")
-    ]
+def _ignored(own: list[Any]) -> list[int]:
     found = [value for value in own if isinstance(value, int) and not isinstance(value, bool)]
     return list(dict.fromkeys([*found, *_IGNORED]))
 
 
-def _of_labels(leaf: int, name: str, tensor: torch.Tensor, ignored: list[int]) -> Iterator[Weigher]:
+class _Range:
+    """The least and the largest of integers: most values need not be looked for."""
+
+    __slots__ = ("_high", "_low", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._low, self._high = -math.inf, math.inf  # not known
+        if type(tensor) is torch.Tensor and tensor.numel():
+            self._low, self._high = int(tensor.min()), int(tensor.max())
+
+    def has(self, value: int) -> bool:
+        least, most = _INTEGERS[self.tensor.dtype]  # others are another value there
+        if least <= value <= most and not self._low <= value <= self._high:
+            return False
+        return bool((self.tensor == value).any())
+
+    @property
+    def is_negative(self) -> bool:
+        """Whether one of them is."""
+        if self._low == -math.inf:
+            return bool((self.tensor < 0).any())
+        return self._low < 0
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether all are 0 or 1."""
+        if self._low == -math.inf:
+            return bool(((self.tensor == 0) | (self.tensor == 1)).all())
+        return self._low >= 0 and self._high <= 1
+
+
+def _of_labels(leaf: int, name: str, labels: _Range, ignored: list[int]) -> Iterator[Weigher]:
+    tensor = labels.tensor
     for value in [*ignored, *(_PADDING if tensor.ndim >= 2 else ())]:
-        if bool((tensor == value).any()):
+        if labels.has(value):
             yield Weigher("labels", leaf, f"mean over {name} that are not {value}", tensor, value)
             if tensor.ndim >= 2 and tensor.shape[1] > 1:
                 yield Weigher(
@@ -139,20 +171,16 @@ def _of_labels(leaf: int, name: str, tensor: torch.Tensor, ignored: list[int]) -
                     tensor,
                     value,
                 )
-    negative = tensor.dtype != torch.uint8 and bool((tensor < 0).any())
+    negative = tensor.dtype != torch.uint8 and labels.is_negative
     for value in (*ignored, 0) if negative and tensor.ndim >= 2 else ():
-        if value >= 0 and bool((tensor == value).any()):
+        if value >= 0 and labels.has(value):
             text = f"mean over {name} that are neither negative nor {value}"
             yield Weigher("both", leaf, text, tensor, value)
 
 
-def _vectors(leaves: Leaves, modules: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
+def _vectors(leaves: Leaves, buffers: list[Any]) -> Iterator[torch.Tensor]:
     """What may be weights of classes: one number each. Statistics of a norm are none."""
-    seen = [tensor for _, _, tensor, sliced in leaves if not sliced]
-    for module in modules:
-        if not isinstance(module, _NormBase):
-            seen += module._buffers.values()  # in every split call: half the time of buffers()
-    for tensor in seen:
+    for tensor in [tensor for _, _, tensor, sliced in leaves if not sliced] + buffers:
         if (
             isinstance(tensor, torch.Tensor)
             and tensor.ndim == 1
@@ -175,32 +203,31 @@ def candidates(
     """
     yield Weigher("rows", text="mean over rows")
     yield Weigher("sum", text="sum")
-    ignored = _ignored(modules)
-    vectors = list(_vectors(leaves, modules))
+    own, buffers = _C.label_hints(modules, _NormBase)
+    ignored, vectors = _ignored(own), list(_vectors(leaves, buffers))
     for leaf, name, tensor, sliced in leaves:
         if not sliced or not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             continue
         if tensor.layout != torch.strided:
             continue
-        if tensor.dtype in _INTEGERS:
-            yield from _of_labels(leaf, name, tensor, ignored)
+        labels = _Range(tensor) if tensor.dtype in _INTEGERS else None
+        if labels is not None:
+            yield from _of_labels(leaf, name, labels, ignored)
             for at, vector in enumerate(vectors):
                 text = f"mean over weights of the classes {name}" + (f" ({at + 1})" if at else "")
                 yield Weigher("classes", leaf, text, tensor, 0, vector)
         decided = tried is not None and tried.get(("values", leaf, 0, None)) == math.inf
-        if not decided and _is_mask(tensor):
+        if not decided and _is_mask(tensor, labels):
             yield Weigher("values", leaf, f"mean over {name}", tensor)
 
 
-def _is_mask(tensor: torch.Tensor) -> bool:
+def _is_mask(tensor: torch.Tensor, labels: _Range | None) -> bool:
     """Whether a tensor may say what counts, and how much."""
     if tensor.dtype == torch.bool:
         return True
     if tensor.is_complex() or tensor.ndim > 2 or not tensor.numel():
         return False
-    if tensor.dtype in _INTEGERS:
-        return bool(((tensor == 0) | (tensor == 1)).all())
-    return bool((tensor >= 0).all())
+    return bool((tensor >= 0).all()) if labels is None else labels.is_binary
 
 
 def _is_even(tensor: torch.Tensor, start: int, length: int) -> bool:
