@@ -2,7 +2,7 @@
 
 ``loss.clamp(max=c)``, ``(loss - b).abs() + b``, a hinge on each of several task losses: while all
 parts are on one side of the bound, they make the whole; in a later call one part may be on the
-other side.
+other side. So it is with an order over the rows (``sort``, ``topk``) while their values are equal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Bound", "bounds", "of_the_batch"]
+__all__ = ["Bound", "bounds", "of_the_batch", "order_rows"]
 
 # Nodes of functions that are linear, or flat, on one side of a bound. Curves show in gradients.
 _BENT = {
@@ -44,6 +44,7 @@ _BENT = {
     "Threshold": "threshold",
     "Where": "where",
 }
+_ORDERS = ("Cummax", "Cummin", "Kthvalue", "Median", "Mode", "Nanmedian", "Sort", "Topk")
 _SAVED = ("_saved_self", "_saved_other", "_saved_result", "_saved_condition")
 _MOST = 1000  # nodes that are looked at
 _VALUES = 1024  # of a tensor: with more it has rows, or is a parameter
@@ -68,9 +69,12 @@ def bounds(root: torch.Tensor) -> list[Bound]:
     work: deque[Any] = deque([root.grad_fn])
     while work and len(seen) < _MOST:
         node = work.popleft()
-        name = _BENT.get(node.name().partition("Backward")[0])
+        kind = node.name().partition("Backward")[0]
+        name = _BENT.get(kind)
         if name:
             found.append(_bound(name, node))
+        elif kind in _ORDERS:
+            found.append(("order", _ordered(node), None))
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -94,6 +98,27 @@ def _bound(name: str, node: Any) -> Bound:
     if len(values) < len(shapes):
         return name, tuple(shapes), None
     return name, tuple(shapes), torch.cat(values) if values else None
+
+
+def _ordered(node: Any) -> tuple[tuple[int, ...], ...]:
+    """How many values are put in order: along one dimension, or of all."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    sizes = node._saved_self.shape if sizes is None else sizes
+    dim = getattr(node, "_saved_dim", None)
+    if dim is None:
+        return (tuple(sizes),)
+    return ((sizes[dim if dim < len(sizes) else -1],),) if len(sizes) else ((),)
+
+
+def order_rows(whole: list[Bound], parts: list[list[Bound]]) -> bool:
+    """Whether values of different rows are put in order: as many fewer in a part as it has rows.
+
+    Args:
+        whole: of the whole.
+        parts: of each part.
+    """
+    orders = [[at for name, at, _ in each if name == "order"] for each in (whole, *parts)]
+    return any(each != orders[0] for each in orders[1:])
 
 
 def of_the_batch(whole: list[Bound], parts: list[list[Bound]], limit: float) -> str | None:

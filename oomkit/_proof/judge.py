@@ -18,7 +18,7 @@ import torch
 
 from .. import _C
 from . import values
-from .bounds import Bound, bounds, of_the_batch
+from .bounds import Bound, bounds, of_the_batch, order_rows
 from .diagnose import Verification, tolerance
 from .flows import Flows, hooks
 from .numbers import Numbers
@@ -142,6 +142,7 @@ class Proof:
         self._params = params
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = Quiet()
+        self._orders = False  # rows are put in order
         self._stream = torch.get_rng_state()
         self._runs: dict[str, _Run] = {}
         self._now = ""
@@ -552,6 +553,7 @@ class Proof:
                 )
 
     def _compare_bounds(self, whole: _Run, made: _Run) -> None:
+        self._orders |= order_rows(whole.bounds[0], made.bounds)
         name = of_the_batch(whole.bounds[0], made.bounds, self._loss_limit)
         if name is not None:
             self._fail(
@@ -686,8 +688,9 @@ class Proof:
 
     @property
     def decides(self) -> bool:
-        """Whether other gradients would have shown: not where all are 0, or one is not finite."""
-        return "odd" not in self._gradients and not self.is_silent
+        """Whether other gradients would have shown: not where all are 0, or one is not finite, or
+        rows are put in an order, which shows nothing while their values are equal."""
+        return not (self._orders or "odd" in self._gradients or self.is_silent)
 
     @property
     def is_silent(self) -> bool:

@@ -283,11 +283,33 @@ MUTANTS = [
         "silent-gradients-prove",
         "gradients that are all 0 or not finite prove nothing of the next call",
         "oomkit/_proof/judge.py",
-        '        return "odd" not in self._gradients and not self.is_silent',
-        '        return "odd" not in self._gradients or not self.is_silent',
+        'return not (self._orders or "odd" in self._gradients or self.is_silent)',
+        "return not self._orders",
         (
             "proof/test_telling_gradients.py"
             "::test_weights_are_found_in_the_first_call_that_tells_them[5-nan-_sum]",
+        ),
+    ),
+    Mutant(
+        "order-over-rows-proves",
+        "rows in order, all of one value, prove the next call, where values differ",
+        "oomkit/_proof/judge.py",
+        "self._orders |= order_rows(whole.bounds[0], made.bounds)",
+        "order_rows(whole.bounds[0], made.bounds)",
+        (
+            "proof/test_proof_bounds.py"
+            "::test_an_order_over_rows_is_not_shown_by_rows_with_equal_values[sort-4]",
+        ),
+    ),
+    Mutant(
+        "scale-not-lowered",
+        "a proof gives up where gradients overflow under a GradScaler",
+        "oomkit/_proof/quiet.py",
+        "return was and self._lowered <= _LOWERED",
+        "return False",
+        (
+            "proof/test_proof_overflow.py"
+            "::test_coupled_rows_are_found_where_gradients_overflow[1000000000000.0]",
         ),
     ),
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.seen import Seen
 from torch import nn
 from torch.nn import functional as F
 
@@ -127,3 +129,59 @@ def test_of_anything_else(name: str, steps: int, returned: bool) -> None:
     torch.testing.assert_close(
         _run(APART[name], returned, steps), _run(APART[name], returned, None), rtol=1e-9, atol=1e-12
     )
+
+
+ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sort": lambda v: v.sort(0).values,
+    "msort": torch.msort,
+    "topk": lambda v: v.topk(len(v), 0).values,
+    "cummax": lambda v: v.cummax(0).values,
+}
+
+
+def _against_its_copy(order: Callable[[torch.Tensor], torch.Tensor], late: int) -> tuple[Any, Any]:
+    """Values of rows in order, less those of the model as it was: all 0 until it moves."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    reference = copy.deepcopy(net).requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+
+    @oomkit.auto_batch(model=net, optimizer=optimizer, accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        chosen, rejected = ((net(z) - reference(z)).squeeze(1) for z in (x, y))
+        (-F.logsigmoid(order(chosen) - order(rejected)).mean()).backward()
+        optimizer.step()
+
+    generator = torch.Generator().manual_seed(1)
+    for call in range(late + 2):
+        optimizer.param_groups[0]["lr"] = 0.5 * (call >= late)  # a warmup that begins at 0
+        if call == late + 1:
+            break
+        step(*torch.randn(2, 16, 8, generator=generator))
+    return step, lambda: step(*torch.randn(2, 16, 8, generator=generator))
+
+
+@pytest.mark.parametrize("late", [2, 4])
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_order_over_rows_is_not_shown_by_rows_with_equal_values(order: str, late: int) -> None:
+    """It is shown anew in each call, not in calls 2, 4 and 8 alone."""
+    step, moved = _against_its_copy(ORDERS[order], late)
+    with pytest.raises(oomkit.SplitError, match="differs by"):
+        moved()
+
+
+def test_an_order_within_rows_is_shown_once() -> None:
+    net = nn.Linear(8, 4)
+    runs: Seen[int] = Seen()
+
+    @oomkit.auto_batch(model=net, accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        net.zero_grad()
+        runs.append(len(x))
+        net(x).sort(1).values[:, :2].square().mean().backward()
+
+    for _ in range(3):  # the second compares losses
+        runs.clear()
+        step(torch.randn(16, 8))
+    assert runs == [8, 8]
