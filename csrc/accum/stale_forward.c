@@ -3,9 +3,25 @@
  * it is there from the first update of a micro-batch of a split call to the end of that
  * micro-batch, and at no other time (compiled modules guard on it). */
 #include "accum.h"
+#include "../hook/graph.h"
 #include "../optim/updating.h"
 #include "../py/errors.h"
 #include "../undo/undo.h"
+
+/* Never 0, and another one for each address: see oomkit_hash_mix(). */
+static uint64_t
+forward_address(const PyObject *param)
+{
+    return oomkit_hash_mix(0, (uint64_t)(uintptr_t)param);
+}
+
+/* 0 or -1. */
+static int
+forward_add(oomkit_call *call, const PyObject *param)
+{
+    return oomkit_hashes_keep(&call->cut->stale.params, forward_address(param)) < 0 ? -1
+                                                                                    : 0;
+}
 
 /* Adds the parameters in the groups of an optimizer to the set of updated ones. */
 static int
@@ -24,8 +40,7 @@ forward_add_groups(oomkit_call *call, PyObject *optimizer)
         for (j = 0; params != NULL && PyList_Check(params) && result == 0 &&
                     j < PyList_GET_SIZE(params);
              j++) {
-            OWNED PyObject *address = PyLong_FromVoidPtr(PyList_GET_ITEM(params, j));
-            result = address == NULL ? -1 : PySet_Add(call->cut->stale.params, address);
+            result = forward_add(call, PyList_GET_ITEM(params, j));
         }
     }
     return result == 0 && PyErr_Occurred() ? -1 : result;
@@ -45,10 +60,9 @@ forward_holds(oomkit_call *call, PyObject *module, int adding)
 
     while (result == 0 && PyDict_Check(params) &&
            PyDict_Next(params, &at, &key, &value)) {
-        OWNED PyObject *address = PyLong_FromVoidPtr(value);
-        result = address == NULL ? -1
-                 : adding        ? PySet_Add(call->cut->stale.params, address)
-                                 : PySet_Contains(call->cut->stale.params, address);
+        result = adding ? forward_add(call, value)
+                        : oomkit_hashes_have(&call->cut->stale.params,
+                                             forward_address(value));
     }
     at = 0;
     while (result == 0 && PyDict_Check(children) &&
@@ -109,10 +123,7 @@ forward_watch(oomkit_call *call, PyObject *target, oomkit_owner_kind kind,
          !PyObject_TypeCheck(optimizer, (PyTypeObject *)call->st->Optimizer))) {
         return 0;
     }
-    if (call->cut->stale.params == NULL &&
-        (call->cut->stale.params = PySet_New(NULL)) == NULL) {
-        return -1;
-    }
+    call->cut->stale.watched = 1;
     result = kind == OOMKIT_OWNER_AVERAGED ? forward_holds(call, target, 1)
                                            : forward_add_groups(call, optimizer);
     if (result < 0 ||
@@ -132,8 +143,8 @@ oomkit_forward_begins(PyObject *module)
     OWNED PyObject *where = NULL;
     int holds;
 
-    if (call == NULL || call->cut->stale.params == NULL ||
-        oomkit_update_runs_alone(call) || (call->is_last && call->sequence_waived)) {
+    if (call == NULL || !call->cut->stale.watched || oomkit_update_runs_alone(call) ||
+        (call->is_last && call->sequence_waived)) {
         return 0; /* not ours; inside an update; or after the real one, as decided */
     }
     holds = forward_holds(call, module, 0);
@@ -159,7 +170,7 @@ forward_release(oomkit_call *call)
     PyObject *exception, *done; /* owned */
 
     Py_CLEAR(call->backward.cleared);
-    if (call->cut->stale.params == NULL) {
+    if (!call->cut->stale.watched) {
         return;
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
@@ -171,7 +182,8 @@ forward_release(oomkit_call *call)
         Py_XDECREF(done);
     }
     Py_CLEAR(call->cut->stale.hook);
-    Py_CLEAR(call->cut->stale.params);
+    oomkit_hashes_clear(&call->cut->stale.params);
+    call->cut->stale.watched = 0;
     Py_CLEAR(call->cut->stale.where);
     if (exception != NULL) {
         oomkit_exception_give(exception);

@@ -257,9 +257,10 @@ typedef struct oomkit_unknown {
 
 /* accum: what was updated, and would be seen by a forward. */
 typedef struct oomkit_stale {
-    PyObject *hook;   /* owned: handle of torch's hook while a forward is refused */
-    PyObject *params; /* owned: set of addresses of parameters whose update was due */
-    PyObject *where;  /* owned: the line of the first update */
+    int watched;          /* an update was due in this micro-batch */
+    PyObject *hook;       /* owned: handle of torch's hook while a forward is refused */
+    oomkit_hashes params; /* addresses of parameters whose update was due */
+    PyObject *where;      /* owned: the line of the first update */
 } oomkit_stale;
 
 /* What happened in the attempts. */
