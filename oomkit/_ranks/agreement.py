@@ -276,6 +276,7 @@ class Agreement(Call):
         return 0
 
     def backward_begins(self) -> int:
+        self.opens_again()
         for reducer in self._reducers:
             if not reducer.flying:
                 reducer.backward_begins()

@@ -136,6 +136,10 @@ class Call:
         self.settled = True
         return 0
 
+    def opens_again(self) -> None:
+        """A backward after updates that all have made: more of them follow it on all ranks."""
+        self.settled = False
+
     def settle_first(self) -> None:
         """The same before a collective, to which a rank whose update has failed does not come."""
         if self.unsettled and not _C._updates() and self.settle():

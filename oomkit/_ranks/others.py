@@ -44,6 +44,8 @@ class Others:
         self.told = told
         self._store = store
         self._key = key
+        self.call = 0
+        """Which one it is that is agreed on now, counted by each rank."""
         self.vote: _C._Vote | None = None
         """In which ranks of this machine read each other's last words."""
         nodes: dict[str, list[int]] = {}
@@ -60,21 +62,22 @@ class Others:
     # ---- words
 
     def say(self, text: str, gone: bool = False) -> None:
-        """For the others to read when they miss this rank."""
+        """For the others to read when they miss this rank. They may come to it when this one's
+        program has caught the error and is in its next call, so that nothing takes it away."""
+        text = f"{self.call} {text}"
         if self.vote is not None:
             self.vote.say(text, gone)
         if not gone and (self.vote is None or len(self.nodes) > 1):
             self._tell(f"{self.rank}/said", text[:2000])
 
-    def cannot(self, text: str) -> None:
-        """Why this rank does not go on, for who has not come to read it when its program does."""
-        if self.vote is None or len(self.nodes) > 1:
-            self._tell(f"{self.rank}/cannot", text[:2000])
-
-    def said(self, rank: int) -> str:
+    def said(self, rank: int, before: int = 1) -> str:
+        """Its last words, in this call or in so many before it."""
         if self.vote is not None and rank in self.here:
-            return self.vote.said(self.here.index(rank))
-        return self._told(f"{rank}/said")
+            words = self.vote.said(self.here.index(rank))
+        else:
+            words = self._told(f"{rank}/said")
+        call, _, text = words.partition(" ")
+        return text if call and int(call) >= self.call - before else ""
 
     def _tell(self, name: str, text: str) -> None:
         with contextlib.suppress(Exception):  # a store that is gone has no readers
@@ -105,7 +108,7 @@ class Others:
 
     def known(self, rank: int) -> str:
         """Why it does not go on."""
-        return self.said(rank) or self._told(f"{rank}/seen") or self._told(f"{rank}/cannot")
+        return self.said(rank) or self._told(f"{rank}/seen")
 
     def _every(self) -> list[int]:
         return [rank for rank in range(len(self.told)) if rank != self.rank]
@@ -118,7 +121,7 @@ class Others:
             seen = self._look(rank) if rank in self.here else self._told(f"{rank}/seen")
             if seen:
                 found.append((rank, f"{seen}: {said}".rstrip(": ")))
-            elif said and not self.has_answered(rank):
+            elif self.said(rank, 0) and not self.has_answered(rank):
                 found.append((rank, f"rank {rank} said: {said}"))
         return found
 

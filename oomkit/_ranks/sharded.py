@@ -284,6 +284,7 @@ class Sharded(Call):
         self._making = False
         self._follows = False
         self._failure: _C.RankError | None = None
+        self._why = ""
         self._aside: list[tuple[Any, Any]] | None = None
         """Gradients, while what others add up is none of them."""
         self._held: list[Held] = []
@@ -332,6 +333,7 @@ class Sharded(Call):
                     return True
 
     def backward_begins(self) -> int:
+        self.opens_again()
         return 0
 
     def backward_ends(self) -> int:
@@ -411,6 +413,7 @@ class Sharded(Call):
         return False
 
     def cannot(self, why: str) -> _C.RankError:
+        self._why = why
         self._failure = error(
             f"rank {self.world.rank} cannot continue: {why}{_C.see('rank-failed')}", self.world.rank
         )
@@ -496,7 +499,7 @@ class Sharded(Call):
         """An error leaves the call: the others are told, and taken out of their collectives."""
         text = self.note(exception)
         if exception is self._failure:
-            self.told, text = False, str(exception)
+            self.told, text = False, self._why
         self.back()
         if self.told or self.is_over(exception):
             return

@@ -109,7 +109,6 @@ class World:
         """Parts of the others' reductions that they had not come to when a call ended."""
         self._store = dist.distributed_c10d._get_default_store()
         self._key = f"oomkit/{_start()}{next(_generations)}"
-        self._said = False
         self.others = self._hello(version)
         self._way = self._connect()
         atexit.register(_ends, weakref.ref(self), os.getpid())
@@ -223,11 +222,9 @@ class World:
         return bytes(self._store.get(key))
 
     def begin(self) -> None:
-        """A call that is agreed on: what was said in an earlier one is past."""
+        """A call that is agreed on."""
         self.calls += 1
-        if self._said:
-            self.say("")
-            self._said = False
+        self.others.call = self.calls
 
     # ---- voting
 
@@ -285,14 +282,12 @@ class World:
     def give_up(self, text: str, matter: int) -> None:
         """Vote that this rank cannot go on, and wait for nobody."""
         self.say(text)
-        self.others.cannot(text)
         self._way.give_up(matter)
 
     # ---- words
 
     def say(self, text: str, gone: bool = False) -> None:
         """For the others to read when they miss this rank."""
-        self._said = True
         self.others.say(text, gone)
 
     def note(self, exception: BaseException) -> None:

@@ -69,7 +69,10 @@ MUTANTS = [
         "oomkit/_ranks/agreement.py",
         "        self.world.kept = kept = reducer.post()\n",
         "        self.world.kept = kept = [[]]\n",
-        (f"{STEPS}::test_it_reaches_ranks_of_other_machines_in_their_reduction[[2, 2]-False]",),
+        (
+            f"{STEPS}::test_it_reaches_ranks_of_other_machines_in_their_reduction"
+            "[[2, 2]-False-True]",
+        ),
     ),
     Mutant(
         "others-not-waited-for-when-they-meet",

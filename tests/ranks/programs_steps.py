@@ -404,11 +404,13 @@ def caught(rank: Rank) -> list[Any]:
 
         model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bad = False
+    bad, early = False, rank.arguments.get("early", False)
 
     @oomkit.auto_batch(verify=False)
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
+        if bad and early:
+            raise ValueError("a label that there is not")
         loss = F.mse_loss(model(x), y)
         if bad:
             raise ValueError("a label that there is not")

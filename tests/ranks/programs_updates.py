@@ -79,16 +79,23 @@ class Program:
         return found
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        for optimizer in self.optimizers:
+        if self.given.get("in_turn"):
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                self._update(x, y, [model], [optimizer])
+        else:
+            self._update(x, y, self.models, self.optimizers)
+        self._after()
+        self._err("after")
+
+    def _update(self, x: torch.Tensor, y: torch.Tensor, models: Any, optimizers: Any) -> None:
+        for optimizer in optimizers:
             optimizer.zero_grad()
-        for model in self.models:
+        for model in models:
             self.scaler.scale(F.mse_loss(model(x), y)).backward()
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             self.scaler.step(optimizer)
             self._err("between")
         self.scaler.update()
-        self._after()
-        self._err("after")
 
     def _err(self, where: str) -> None:
         if self.errs == where and dist.get_rank() == 1:

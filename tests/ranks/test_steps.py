@@ -122,13 +122,15 @@ def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) ->
     assert max(first[1], second[1]) < 5.0  # the time that an error waits for others
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("nodes", [[1, 1], [2, 2], [1, 3]], ids=str)
 def test_it_reaches_ranks_of_other_machines_in_their_reduction(
-    nodes: list[int], unused: bool
+    nodes: list[int], unused: bool, early: bool
 ) -> None:
     error = "ValueError: a label that there is not"
-    found = results_of("programs_steps:caught", sum(nodes), nodes=nodes, unused=unused)
+    given = {"nodes": nodes, "unused": unused, "early": early}
+    found = results_of("programs_steps:caught", sum(nodes), **given)
     for rank, (said, seconds) in enumerate(found):
         third = error if rank == 1 else f"RankError: rank 1 cannot continue: {error}"
         assert [message_of(text) for text in said] == ["nothing", "nothing", third, "nothing"]
@@ -136,7 +138,7 @@ def test_it_reaches_ranks_of_other_machines_in_their_reduction(
 
 
 def test_ranks_of_several_machines_that_fail_alike_have_their_own_errors() -> None:
-    found = results_of("programs_steps:caught", 4, nodes=[2, 2], fail=[0, 1, 3])
+    found = results_of("programs_steps:caught", 4, nodes=[2, 2], fail=[0, 1, 3], early=True)
     for rank, (said, _) in enumerate(found):
         third = "RankError: rank" if rank == 2 else "ValueError: a label that there is not"
         assert said[2].startswith(third)

@@ -23,6 +23,7 @@ MADE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "near": (1, 2, NEAR),
     "tight": (2, 2, TIGHT),
     "asked for": (2, 2, PARTS),
+    "two in turn": (2, 0, {"models": 2, "in_turn": True, **PARTS}),
     "a part fails": (2, 2, {"times": 1, **PARTS}),
     "goes on in parts": (0, 1, {**WIDE, "decay": 0.1, "times": 2}),
     "all again, copied": (2, 0, {"times": 2, "nth": 4, **COPY}),
@@ -39,6 +40,10 @@ UNDONE: dict[str, tuple[str, dict[str, Any]]] = {
     "scheduler": ("OutOfMemory: ", {**GOOD, "after": ["scheduler"], **PARTS}),
     "scaler": ("OutOfMemory: ", {**GOOD, "scaler": True, **PARTS}),
     "the second of two": ("OutOfMemory: ", {**GOOD, "nth": 6, "models": 2, **PARTS}),
+    "the second of two in turn": (
+        "SplitError: ",
+        {**GOOD, "nth": 6, "models": 2, "in_turn": True, **PARTS},
+    ),
     "error between two": ("ValueError: ", {"errs": "between", "models": 2, **PARTS}),
     "collective": ("its step calls torch", {**GOOD, "after": ["collective"], **PARTS}),
     "forward": ("SplitError: ", {**GOOD, "after": ["forward"], **PARTS}),
@@ -50,6 +55,7 @@ SHARDED = (
     "asked for",
     "scaler",
     "the second of two",
+    "the second of two in turn",
     "error between two",
     "collective",
     "forward",
@@ -111,6 +117,7 @@ def test_all_take_it_back(name: str) -> None:
     other, failed = _of(f"undone {name}")
     assert other["error"].startswith("RankError: rank 1 cannot continue: ")
     assert said in other["error"] and said in failed["error"]
+    assert other["error"].count("cannot continue") == 1
     assert other["before"] and failed["before"]
 
 
