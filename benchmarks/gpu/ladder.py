@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import UserList
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -53,12 +54,12 @@ class World:
         self.model, self.optimizer = work.start(setup)
         self.x, self.y = work.batch(work.rows, setup.device)
 
-    def gradients(self, rows: int) -> None:
+    def gradients(self, rows: int | list[int]) -> None:
         self.optimizer.zero_grad()
         for x, y in zip(self.x.split(rows), self.y.split(rows), strict=True):
             (self.work.loss(self.model, x, y) * (len(x) / len(self.x))).backward()
 
-    def update(self, rows: int) -> None:
+    def update(self, rows: int | list[int]) -> None:
         self.gradients(rows)
         self.optimizer.step()
 
@@ -88,16 +89,20 @@ def composer_policy(world: World) -> Step:
 
 def with_oomkit(world: World, ladder: Any = "auto") -> Step:
     model, optimizer, work = world.model, world.optimizer, world.work
+    sizes: UserList[int] = UserList()  # a list would be put back with an attempt
 
     @oomkit.auto_batch(model=model, optimizer=optimizer, verify=False, ladder=ladder)
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        sizes.append(len(x))
         optimizer.zero_grad()
         work.loss(model, x, y).backward()
         optimizer.step()
 
     def call() -> Any:
+        del sizes[:]
         step(world.x, world.y)
-        return step.records[-1]
+        record = step.records[-1]
+        return record, sizes[-record.accumulation_steps :]
 
     return call
 
@@ -170,7 +175,7 @@ def seconds(setup: Setup, call: Step) -> tuple[float, Any]:
     return statistics.median(taken), last
 
 
-def by_hand(setup: Setup, work: Workload, rows: int) -> float:
+def by_hand(setup: Setup, work: Workload, rows: int | list[int]) -> float:
     nothing_left(setup)
     world = World(setup, work)
     return seconds(setup, lambda: world.update(rows))[0]
@@ -181,11 +186,11 @@ def at(setup: Setup, work: Workload, whole: int, share: float) -> dict[str, Any]
     row: dict[str, Any] = {"contender": "oomkit", "limit, %": 100 * share}
     try:
         with setup.limit(int(share * whole)):
-            taken, record = seconds(setup, with_oomkit(World(setup, work)))
+            taken, (record, sizes) = seconds(setup, with_oomkit(World(setup, work)))
     except (RuntimeError, ValueError) as error:
         return {**row, "rung": f"died: {str(error).splitlines()[0][:80]}"}
     whole_batch = by_hand(setup, work, work.rows)
-    same = by_hand(setup, work, record.micro_batch_size)
+    same = by_hand(setup, work, list(sizes))
     return {
         **row,
         "rung": record.rung,
