@@ -152,13 +152,18 @@ static int
 has_graphs(const oomkit_call *call)
 {
     OWNED PyObject *module = NULL, *manager = NULL;
+    int has;
 
     if (call->device.type == OOMKIT_DEVICE_CPU) {
         return 0;
     }
     module = oomkit_imported("torch._inductor.cudagraph_trees");
-    if (module == NULL || !PyObject_HasAttrString(module, "get_manager")) {
+    if (module == NULL) {
         return PyErr_Occurred() ? -1 : 0;
+    }
+    has = oomkit_has_attribute_string(module, "get_manager");
+    if (has <= 0) {
+        return has;
     }
     manager =
         PyObject_CallMethod(module, "get_manager", "iO", call->device.index, Py_False);
