@@ -3,6 +3,12 @@
 #include "../call/proven.h"
 #include "../hook/graph.h"
 #include "../members/members.h"
+#include "../py/tensor.h"
+
+/* c10::ScalarType; and what is looked through here, of larger ones torch is quicker. */
+enum { RANGE_BYTE = 0, RANGE_SHORT = 2, RANGE_INT = 3, RANGE_LONG = 4 };
+
+#define RANGE_BYTES (16 << 10)
 
 /* The values of a dictionary (or of what stands for one) behind `list`. 0 or -1. */
 static int
@@ -26,6 +32,14 @@ hints_add_values(PyObject *list, PyObject *dict)
     return 0;
 }
 
+/* A dictionary that modules have themselves. New reference or NULL. */
+static PyObject *
+hints_dict(PyObject *object, PyObject *name)
+{
+    PyObject *own = oomkit_own_attribute(object, name); /* returned */
+    return own != NULL || PyErr_Occurred() ? own : PyObject_GetAttr(object, name);
+}
+
 /* A module into `found` unless it is there, its children behind `todo`, the first one
  * last. 0 or -1. */
 static int
@@ -45,7 +59,7 @@ hints_meet(oomkit_state *st, PyObject *object, oomkit_hashes *seen, PyObject *fo
     if (PyList_Append(found, object) < 0) {
         return -1;
     }
-    children = PyObject_GetAttr(object, st->str_modules);
+    children = hints_dict(object, st->str_modules);
     if (children == NULL) {
         return -1;
     }
@@ -120,10 +134,71 @@ oomkit_proof_label_hints(PyObject *module, PyObject *args)
         if (norm < 0 || hints_add_ignored(st, object, ignored) < 0) {
             return NULL;
         }
-        own = norm ? NULL : PyObject_GetAttr(object, st->str_buffers);
+        own = norm ? NULL : hints_dict(object, st->str_buffers);
         if (!norm && (own == NULL || hints_add_values(buffers, own) < 0)) {
             return NULL;
         }
     }
     return PyTuple_Pack(2, ignored, buffers);
+}
+
+/* The number at `at` among integers of that type, c10::ScalarType. */
+static int64_t
+range_number(const unsigned char *bytes, size_t at, int32_t dtype)
+{
+    int64_t wide;
+    int32_t word;
+    int16_t half;
+
+    switch (dtype) {
+    case RANGE_LONG:
+        memcpy(&wide, bytes + at * sizeof(wide), sizeof(wide));
+        return wide;
+    case RANGE_INT:
+        memcpy(&word, bytes + at * sizeof(word), sizeof(word));
+        return word;
+    case RANGE_SHORT:
+        memcpy(&half, bytes + at * sizeof(half), sizeof(half));
+        return half;
+    default:
+        return bytes[at];
+    }
+}
+
+/* label_range(tensor): see oomkit._proof.weights. */
+PyObject *
+oomkit_proof_label_range(PyObject *module, PyObject *tensor)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    oomkit_tensor_facts facts;
+    OWNED_MEMORY unsigned char *bytes = NULL;
+    int64_t low, high, number;
+    size_t i, size;
+
+    if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {
+        return NULL;
+    }
+    size = facts.dtype == RANGE_LONG    ? sizeof(int64_t)
+           : facts.dtype == RANGE_INT   ? sizeof(int32_t)
+           : facts.dtype == RANGE_SHORT ? sizeof(int16_t)
+                                        : 1;
+    if ((size == 1 && facts.dtype != RANGE_BYTE) || facts.bytes == 0 ||
+        facts.bytes > RANGE_BYTES || facts.device_type != 0) {
+        Py_RETURN_NONE;
+    }
+    bytes = PyMem_Malloc(facts.bytes);
+    if (bytes == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (st->bridge->bytes_get(tensor, st->impl_offset, bytes, facts.bytes) !=
+        OOMKIT_OK) {
+        Py_RETURN_NONE;
+    }
+    low = high = range_number(bytes, 0, facts.dtype);
+    for (i = 1; i < facts.bytes / size; i++) {
+        number = range_number(bytes, i, facts.dtype);
+        low = number < low ? number : low;
+        high = number > high ? number : high;
+    }
+    return Py_BuildValue("LL", (long long)low, (long long)high);
 }

@@ -390,5 +390,9 @@ PyMethodDef oomkit_proof_methods[] = {
      "label_hints(modules, norms, /)\n--\n\nWhat they have as ignore_index, and "
      "buffers of those "
      "that are not of the class `norms`."},
+    {"label_range", oomkit_proof_label_range, METH_O,
+     "label_range(tensor, /)\n--\n\nThe least and the largest of integers; None where "
+     "torch has to "
+     "look for them."},
     {NULL, NULL, 0, NULL},
 };

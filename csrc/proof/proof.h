@@ -150,6 +150,8 @@ PyObject *
 oomkit_proof_modules_of(PyObject *module, PyObject *roots);
 PyObject *
 oomkit_proof_label_hints(PyObject *module, PyObject *args);
+PyObject *
+oomkit_proof_label_range(PyObject *module, PyObject *tensor);
 
 /* --- entry_gradients.c: those that were there. Values: new list or NULL --- */
 int

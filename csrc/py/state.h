@@ -38,6 +38,8 @@
     X(str_params, "params")                                                            \
     X(str_parameters, "_parameters")                                                   \
     X(str_ignore_index, "ignore_index")                                                \
+    X(str_global_forward_pre_hooks, "_global_forward_pre_hooks")                       \
+    X(str_id, "id")                                                                    \
     X(str_buffers, "_buffers")                                                         \
     X(str_modules, "_modules")                                                         \
     X(str_dot, ".")                                                                    \
@@ -262,6 +264,7 @@
       "register_module_module_registration_hook", 1)                                   \
     X(buffer_hook, "torch.nn.modules.module",                                          \
       "register_module_buffer_registration_hook", 1)                                   \
+    X(hooks_of_modules, "torch.nn.modules", "module", 1)                               \
     X(forward_pre_hook, "torch.nn.modules.module", "register_module_forward_pre_hook", \
       1)                                                                               \
     X(step_pre_hook, "torch.optim.optimizer", "register_optimizer_step_pre_hook", 1)   \
@@ -303,6 +306,8 @@
     X(splitters) /* dict: type -> (split, size, join), or NULL: see splitters.c */     \
     X(forbid_saved_hooks) /* torch._C._autograd._saved_tensors_hooks_disable, or NULL: \
                              see offload.c */                                          \
+    X(forward_begins)     /* our callable as torch's hook before a forward, or NULL */ \
+    X(forward_handle)     /* what torch gave for it: see stale_forward.c */            \
     X(empty_tuple)
 
 /* What the package hands in at import, because it is Python: X(field). */

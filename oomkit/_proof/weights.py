@@ -135,7 +135,8 @@ class _Range:
         self.tensor = tensor
         self._low, self._high = -math.inf, math.inf  # not known
         if type(tensor) is torch.Tensor and tensor.numel():
-            self._low, self._high = int(tensor.min()), int(tensor.max())
+            found = _C.label_range(tensor)
+            self._low, self._high = found or (int(tensor.min()), int(tensor.max()))
 
     def has(self, value: int) -> bool:
         least, most = _INTEGERS[self.tensor.dtype]  # others are another value there

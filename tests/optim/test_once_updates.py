@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from helpers.mlp_world import values as _values
 from helpers.mlp_world import world as _world
 from helpers.seen import Seen
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.hooks import RemovableHandle
 from zoo import MLP
 
 import oomkit
-from oomkit.testing import inject_oom
+from oomkit.testing import force_slices, inject_oom
 
 pytestmark = [
     pytest.mark.no_proof,
@@ -41,6 +43,66 @@ def test_two_optimizers_in_turn_are_refused() -> None:
     with pytest.raises(oomkit.SplitError, match="is called at .* after its update at"):
         step(x)
     assert _same(before, _values(first) + _values(second))
+
+
+def test_forwards_after_an_update_are_watched_in_every_call() -> None:
+    """Torch's hook is put where it was in the call before, and nothing of it stays."""
+    model, optimizer, x, y = _world()
+    late = False
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert len(hooks) == 1
+        if late:
+            model(x)
+
+    made = []
+    with force_slices([len(x) - 2, 2]):
+        for _ in range(3):
+            step(x, y)
+            made.append(RemovableHandle.next_id)
+            assert not hooks
+        late = True
+        with pytest.raises(oomkit.SplitError, match="is called at .* after its update at"):
+            step(x, y)
+    assert made[0] == made[2]
+    assert not hooks
+
+
+def test_forwards_after_an_update_are_watched_beside_another_thread() -> None:
+    """Its step finds the hook in its place, and takes out its own alone."""
+    model, optimizer, whole, labels = _world()
+    other = MLP()
+    inner_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    within: list[int] = []
+
+    @oomkit.auto_batch(model=other, optimizer=inner_optimizer)
+    def inner(x: torch.Tensor, y: torch.Tensor) -> None:
+        inner_optimizer.zero_grad()
+        F.cross_entropy(other(x), y).backward()
+        inner_optimizer.step()
+        within.append(len(hooks))
+
+    @oomkit.auto_batch(model=model, optimizer=optimizer)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        thread = threading.Thread(target=inner, args=(whole, labels))
+        thread.start()
+        thread.join()
+        model(x)
+
+    with force_slices([len(whole) - 2, 2]):
+        with pytest.raises(oomkit.SplitError, match="is called at .* after its update at"):
+            step(whole, labels)
+    assert within == [2, 2]
+    assert not hooks
 
 
 class DataSGD(torch.optim.Optimizer):
