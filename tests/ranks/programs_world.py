@@ -44,14 +44,17 @@ def votes(rank: Rank) -> dict[str, Any]:
 
 
 def fatal(rank: Rank) -> str:
-    """One rank cannot go on; the others are told why."""
+    """One rank cannot go on, and is in its next call when the others are told why."""
     rank.votes_by()
     rank.join()
     world = worlds.meet()
     world.vote(ways.FINE, 1)
     if rank.rank == rank.arguments["victim"]:
         world.give_up("ValueError: no such label", 2)
+        world.begin()
+        Path(f"{rank.store}-begun").touch()
         return "gave up"
+    _wait_for(Path(f"{rank.store}-begun"))
     try:
         world.vote(ways.FINE, 2)
     except oomkit.RankError as error:
