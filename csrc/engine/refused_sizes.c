@@ -5,6 +5,7 @@
 #include "engine.h"
 #include "refused_sizes.h"
 #include "../optim/updating.h"
+#include "../ranks/agree.h"
 #include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
@@ -61,7 +62,7 @@ unfit_is_planned(const oomkit_call *call)
 static int
 unfit_is_splits(oomkit_call *call, PyObject *exception)
 {
-    int committed;
+    int committed, lost;
 
     if (!call->split || call->refused.raised || !call->tries.by_step ||
         ((PyBaseExceptionObject *)exception)->traceback == NULL || /* wrong arguments */
@@ -70,6 +71,10 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
         oomkit_updates_made(call) > 0 || oomkit_update_of_unknown_runs(call) ||
         oomkit_update_unfinished(call) || oomkit_tell_failure_remains(call) != NULL) {
         return 0;
+    }
+    lost = oomkit_ranks_lost(call, exception);
+    if (lost != 0) {
+        return lost < 0 ? -1 : 0;
     }
     committed = oomkit_recover_committed(call);
     return committed < 0 ? -1 : !committed && call->refused.why == NULL;

@@ -146,6 +146,18 @@ oomkit_ranks_note_stop(oomkit_call *call)
 }
 
 int
+oomkit_ranks_lost(oomkit_call *call, PyObject *exception)
+{
+    OWNED PyObject *answer = NULL;
+
+    if (!oomkit_ranks_agreed(call)) {
+        return 0;
+    }
+    answer = ranks_call(call, "is_lost", exception);
+    return answer == NULL ? -1 : PyObject_IsTrue(answer);
+}
+
+int
 oomkit_ranks_made(oomkit_call *call, PyObject *leaf)
 {
     OWNED PyObject *answer = NULL;

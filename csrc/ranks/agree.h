@@ -68,6 +68,10 @@ oomkit_ranks_committed(oomkit_call *call);
  * call->tries.restart says so. Keeps the exception in flight. */
 void
 oomkit_ranks_note_stop(oomkit_call *call);
+/* Is this error (borrowed, not in flight) one of a collective that lacks a rank? 1, 0
+ * or -1. */
+int
+oomkit_ranks_lost(oomkit_call *call, PyObject *exception);
 /* Is this leaf a parameter that a model which is sharded has gathered? 1, 0 or -1. */
 int
 oomkit_ranks_made(oomkit_call *call, PyObject *leaf);

@@ -276,7 +276,6 @@ class Agreement(Call):
         return 0
 
     def backward_begins(self) -> int:
-        self.opens_again()
         for reducer in self._reducers:
             if not reducer.flying:
                 reducer.backward_begins()
@@ -285,6 +284,7 @@ class Agreement(Call):
         return 0
 
     def backward_ends(self) -> int:
+        self.opens_again()
         flying = [reducer for reducer in self._reducers if reducer.flying]
         if flying:
             for reducer in flying:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _C
-from .others import error
+from .others import error, is_lost
 from .ways import AGAIN, FINE, TIGHT, TROUBLE
 from .world import World
 
@@ -173,6 +173,10 @@ class Call:
         return error(
             f"rank {self.world.rank} cannot continue: {why}{_C.see('rank-failed')}", self.world.rank
         )
+
+    def is_lost(self, exception: BaseException) -> bool:
+        """Is it of a collective that lacks a rank, and not of the rows of a micro-batch?"""
+        return is_lost(exception)
 
     def note(self, exception: BaseException) -> str:
         """An error leaves the call, and tells of who is missed. What others are told of it."""

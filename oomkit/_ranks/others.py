@@ -182,12 +182,16 @@ class Others:
     def note(self, exception: BaseException) -> None:
         """Adds the same to an error that a collective may have ended by. The connections of a
         process are closed before it can be seen that it is dead."""
-        text = str(exception).lower()
-        lost = isinstance(exception, RuntimeError) and any(word in text for word in _LOST)
-        found, silent = self.search() if lost else (self.absent(), [])
+        found, silent = self.search() if is_lost(exception) else (self.absent(), [])
         lines = [line for _, line in found] + ([_silence(silent)] if silent else [])
         for line in lines:
             exception.add_note(f"oomkit: {line}{_C.see('rank-failed')}")
+
+
+def is_lost(exception: BaseException) -> bool:
+    """Does a collective end so that lacks a rank?"""
+    text = str(exception).lower()
+    return isinstance(exception, RuntimeError) and any(word in text for word in _LOST)
 
 
 def _silence(ranks: list[int]) -> str:

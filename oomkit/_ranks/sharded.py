@@ -333,10 +333,10 @@ class Sharded(Call):
                     return True
 
     def backward_begins(self) -> int:
-        self.opens_again()
         return 0
 
     def backward_ends(self) -> int:
+        self.opens_again()
         self._backwards += 1
         return 1 if self.asks(FINE, REDUCTION | (self._backwards & 15) << 4) else 0
 

@@ -91,6 +91,14 @@ MUTANTS = [
         (f"{UPDATES}::test_all_take_it_back[asked for]",),
     ),
     Mutant(
+        "later-updates-not-voted-on",
+        "updates after a backward that follows others are voted on again",
+        "oomkit/_ranks/call.py",
+        'follow it on all ranks."""\n        self.settled = False\n',
+        'follow it on all ranks."""\n',
+        (f"{UPDATES}::test_all_take_it_back[the second of two in turn]",),
+    ),
+    Mutant(
         "tight-on-one-rank-alone",
         "where the update of one rank is tight all keep copies of what theirs changes",
         "csrc/ranks/agree.c",

@@ -261,6 +261,41 @@ def one_goes(rank: Rank) -> None:
     step(x, y)
 
 
+def one_dies_in_the_next_attempt(rank: Rank) -> None:
+    """The first rank has run out of memory, and waits in a forward in micro-batches when the other
+    one dies."""
+    from torch.distributed.fsdp import fully_shard
+
+    _meets(rank)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    forwards: list[int] = []
+
+    def hurt(*_: Any) -> None:
+        forwards.append(1)
+        if rank.rank == 1 and len(forwards) == 3:  # the second of the second call
+            die("kill")
+
+    model[0].register_forward_hook(hurt)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(verify=False, reduction="mean")
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    step(x, y)
+    if rank.rank == 0:
+        with inject_oom(nth=1, phase="backward"):
+            step(x, y)
+    else:
+        step(x, y)
+
+
 def one_leaves(rank: Rank) -> None:
     """The last rank's data ends before the others'."""
     _meets(rank)

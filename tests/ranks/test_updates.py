@@ -39,10 +39,10 @@ UNDONE: dict[str, tuple[str, dict[str, Any]]] = {
     "tight": ("OutOfMemory: ", {**GOOD, **TIGHT}),
     "scheduler": ("OutOfMemory: ", {**GOOD, "after": ["scheduler"], **PARTS}),
     "scaler": ("OutOfMemory: ", {**GOOD, "scaler": True, **PARTS}),
-    "the second of two": ("OutOfMemory: ", {**GOOD, "nth": 6, "models": 2, **PARTS}),
+    "the second of two": ("OutOfMemory: ", {**GOOD, "nth": 34, "models": 2, **PARTS}),
     "the second of two in turn": (
         "SplitError: ",
-        {**GOOD, "nth": 6, "models": 2, "in_turn": True, **PARTS},
+        {**GOOD, "nth": 34, "models": 2, "in_turn": True, **PARTS},
     ),
     "error between two": ("ValueError: ", {"errs": "between", "models": 2, **PARTS}),
     "collective": ("its step calls torch", {**GOOD, "after": ["collective"], **PARTS}),

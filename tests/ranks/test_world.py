@@ -173,6 +173,12 @@ def test_a_rank_that_ends_in_a_step_is_named_on_all_machines(nodes: list[int], h
             assert "a label that there is not" in one.error
 
 
+def test_a_rank_that_ends_is_no_reason_for_other_micro_batches() -> None:
+    first, _ = ranks_of("programs_world:one_dies_in_the_next_attempt", 2)
+    assert first.error.startswith("RuntimeError: ") and not first.hung
+    assert "rank 1 (process" in first.error and "is dead" in first.error
+
+
 def test_a_rank_that_leaves_early_is_missed() -> None:
     first, second = ranks_of("programs_world:one_leaves", 2)
     assert second.status == 0
