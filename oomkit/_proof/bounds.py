@@ -73,7 +73,7 @@ def bounds(root: torch.Tensor) -> list[Bound]:
         name = _BENT.get(kind)
         if name:
             found.append(_bound(name, node))
-        elif kind in _ORDERS:
+        if kind in _ORDERS or (kind in ("Max", "Min") and hasattr(node, "_saved_dim")):
             found.append(("order", _ordered(node), None))
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -105,9 +105,9 @@ def _ordered(node: Any) -> tuple[tuple[int, ...], ...]:
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     sizes = node._saved_self.shape if sizes is None else sizes
     dim = getattr(node, "_saved_dim", None)
-    if dim is None:
+    if dim is None or not sizes:
         return (tuple(sizes),)
-    return ((sizes[dim if dim < len(sizes) else -1],),) if len(sizes) else ((),)
+    return ((sizes[dim - 2**64 if dim >= 2**63 else dim],),)  # torch tells -1 without a sign
 
 
 def order_rows(whole: list[Bound], parts: list[list[Bound]]) -> bool:

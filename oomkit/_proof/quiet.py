@@ -77,9 +77,10 @@ class Quiet:
     def lower(self) -> bool:
         """Gradients that overflow fp16 tell nothing of what they are made of: a smaller scale from
         the next `enter` on. Whether there is one to try."""
-        self._lowered += self._overflows
-        was, self._overflows = self._overflows, False
-        return was and self._lowered <= _LOWERED
+        again = self._overflows and self._lowered < _LOWERED
+        self._lowered += again
+        self._overflows = False
+        return again
 
     def _scale(self) -> None:
         own = self._scaler.__dict__

@@ -305,8 +305,8 @@ MUTANTS = [
         "scale-not-lowered",
         "a proof gives up where gradients overflow under a GradScaler",
         "oomkit/_proof/quiet.py",
-        "return was and self._lowered <= _LOWERED",
-        "return False",
+        "        return again\n",
+        "        return False\n",
         (
             "proof/test_proof_overflow.py"
             "::test_coupled_rows_are_found_where_gradients_overflow[1000000000000.0]",

@@ -133,6 +133,7 @@ def test_of_anything_else(name: str, steps: int, returned: bool) -> None:
 
 ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sort": lambda v: v.sort(0).values,
+    "sort along -2": lambda v: v[:, None].sort(-2).values.squeeze(1),
     "msort": torch.msort,
     "topk": lambda v: v.topk(len(v), 0).values,
     "cummax": lambda v: v.cummax(0).values,
