@@ -345,6 +345,11 @@ KINDS = _kinds()
 
 def counted() -> dict[str, int]:
     gc.collect()
+    # The interpreter's table of attributes found in types holds up to 4,096 names. It is filled
+    # slowly: names made anew for each look-up (PyObject_GetAttrString) have entries of their own.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.13 has another name for it
+        sys._clear_type_cache()
     found = {f"references to {t.__qualname__}": sys.getrefcount(t) for t in KINDS}
     found["references to None"] = sys.getrefcount(None)
     found["references to ()"] = sys.getrefcount(())
@@ -353,10 +358,6 @@ def counted() -> dict[str, int]:
     found["objects of the collector"] = len(gc.get_objects())
     found["bytes of tensors"] = oomkit.memory("cpu").allocated or 0
     return found
-
-
-WARM = {"a_dry_run": 1200, "a_split_step": 800, "a_splitter": 1600}
-"""Calls before anything is counted, where lists of free objects reach their size late."""
 
 
 @contextmanager
@@ -375,7 +376,7 @@ def nothing_else_counted() -> Iterator[None]:
 def grown(use: Use, times: int) -> dict[str, int]:
     """What there is more of with each of many calls, and of the same number of calls again:
     what is kept once, and lists of free objects, do not grow for ever."""
-    for _ in range(WARM.get(use.__name__, 20)):
+    for _ in range(20):
         use()
     found: dict[str, int] = {}
     for turn in range(8):
