@@ -24,10 +24,10 @@ vote. The first reduction of such another attempt is voted on, and nothing overl
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from .call import COMMIT, OWN, PATIENCE, REDUCTION, UPDATED, Call, refuse_in_parts
+from .reducer import Reducer, reducer_of, static_refusal
 from .ways import AGAIN, FATAL, FINE, NEVER, STOP
 from .world import World, meet
 
@@ -58,179 +59,18 @@ _said: set[tuple[str, str]] = set()
 _looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
-class _Touch(torch.autograd.Function):
-    """Adds nothing to the gradients of some parameters, so that their reducer sees each."""
-
-    @staticmethod
-    def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
-        ctx.nothing = [p.grad.new_zeros(()).expand_as(p) for p in params if p.grad is not None]
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: torch.Tensor) -> Any:
-        return tuple(ctx.nothing)
-
-
-class Reducer:
-    """In place of a model's reducer while a call runs: what its forwards tell it goes by us."""
-
-    def __init__(self, agreement: Agreement, model: Any) -> None:
-        self.real = model.reducer
-        self.model = model
-        self.due = False
-        """A forward has synchronised, and its gradients were not reduced."""
-        self.flying = False
-        """Its reduction overlaps with the backward."""
-        self.begun = False
-        """The others know that this rank takes part in it."""
-        self.sent = 0
-        self.broadcasts: Any = True
-        """The next forward begins with a broadcast of buffers."""
-        self._before: list[tuple[weakref.ref[torch.Tensor] | None, int]] = []
-        self._entry = self._before
-        self._outputs: list[torch.Tensor] = []
-        self._agreement = agreement
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
-        """The end of a forward that synchronises."""
-        self.due, self._outputs = True, outputs
-        if self._agreement.overlaps():
-            if not self.flying:
-                self.sent = self.count()
-            self.flying = True
-            self.real.prepare_for_backward(outputs)
-
-    def hand_over(self) -> None:
-        """A backward after the call is the model's own affair."""
-        if self.due and not self.flying:
-            self.real.prepare_for_backward(self._outputs)
-        self._outputs = []
-
-    @functools.cached_property
-    def params(self) -> list[torch.Tensor]:
-        return [p for p in self.model.module.parameters() if p.requires_grad]
-
-    def count(self) -> int:
-        """Collectives of the model's group so far."""
-        return int(self.model.process_group._get_sequence_number_for_group())
-
-    def leave_out(self, before: int) -> None:
-        """Collectives since then are none of the reduction's."""
-        if before > 0:
-            self.sent += self.count() - before
-
-    # ---- which gradients a backward has moved
-
-    def _gradients(self) -> list[tuple[weakref.ref[torch.Tensor] | None, int]]:
-        gradients = [p.grad for p in self.params]
-        return [(None, 0) if g is None else (weakref.ref(g), g._version) for g in gradients]
-
-    def _moved(
-        self, since: list[tuple[weakref.ref[torch.Tensor] | None, int]]
-    ) -> list[torch.Tensor]:
-        moved = []
-        for p, (ref, version) in zip(self.params, since, strict=True):
-            gradient = p.grad
-            same = ref is not None and ref() is gradient
-            if gradient is not None and not (same and gradient._version == version):
-                moved.append(p)
-        return moved
-
-    def attempt_begins(self) -> None:
-        self._entry = self._gradients() if self.model.find_unused_parameters else []
-
-    def backward_begins(self) -> None:
-        self._before = self._gradients()
-
-    def backward_moved(self) -> bool:
-        return bool(self._moved(self._before))
-
-    # ---- reducing
-
-    def has_finished(self) -> bool:
-        """Has the reduction that overlaps come to its end?"""
-        if self.count() == self.sent:
-            return False
-        try:
-            self.real._check_reducer_finalized()
-        except RuntimeError:
-            return False
-        return True
-
-    def reduce(self) -> None:
-        """The gradients that are in ``.grad``, by the model's own means."""
-        if self.model.find_unused_parameters:
-            moved = self._moved(self._entry)
-        else:
-            moved = [p for p in self.params if p.grad is not None]
-        if not moved:
-            raise _C.SplitError(
-                "auto_batch cannot reduce the gradients of a DistributedDataParallel model "
-                "none of whose parameters was used on this rank"
-                f"{_C.see('distributed')}"
-            )
-        self._agreement.reduces(self)
-        self.due, self.flying, self.sent = False, True, self.count()
-        with torch.enable_grad():
-            root = _Touch.apply(*reversed(moved))  # type: ignore[no-untyped-call]
-        self.real.prepare_for_backward([root] if self.model.find_unused_parameters else [])
-        torch.autograd.Variable._execution_engine.run_backward(
-            (root,), (torch.ones_like(root),), False, False, (), True, True
-        )
-        self.flying = self.begun = False
-
-    def drain(self, begun: bool = False) -> None:
-        """Take part with zeros in what is left of a reduction that others wait for, or in one
-        that they have begun alone."""
-        awaited = begun or self.begun or (self.flying and not self._agreement.world.shared)
-        self.flying = self.begun = False
-        if not awaited:
-            return
-        if begun:
-            self.sent = self.count()
-        buckets = self.real._get_zeros_like_grad_buckets()
-        left = buckets[max(0, self.count() - self.sent) :]
-        work = [self.real._run_comm_hook(bucket) for bucket in left]
-        for one in work:
-            one.wait()
-        if self.model.find_unused_parameters:
-            due = len(buckets) + 1 - (self.count() - self.sent)
-            if due > 0:
-                used = torch.zeros_like(self.real._get_local_used_map())
-                self.model.process_group.allreduce([used]).wait()
-        with contextlib.suppress(RuntimeError):  # gloo has none: the others' parts are done
-            self.model.process_group._wait_for_pending_works()  # when they vote
-
-    def post(self) -> list[Any]:
-        """Its part, with zeros, of the reduction that others are in or come to: what is to be
-        kept while that runs."""
-        buckets = self.real._get_zeros_like_grad_buckets()
-        works = [self.real._run_comm_hook(bucket) for bucket in buckets]
-        used = None
-        if self.model.find_unused_parameters:
-            used = torch.zeros_like(self.real._get_local_used_map())
-            works.append(self.model.process_group.allreduce([used]))
-        return [works, buckets, used]
-
-    def reset(self) -> None:
-        self.real._reset_state()
-        self.due = self.flying = self.begun = False
-
-
 class Agreement(Call):
     """One call of a step over DistributedDataParallel."""
 
     def __init__(self, world: World, step: object, models: list[Any]) -> None:
         super().__init__(world, step)
-        self._reducers = [Reducer(self, model) for model in models]
+        self._reducers = [reducer_of(self, model) for model in models]
         self._whole = True
-        self._cautious = step not in world.at_ease
+        # Torch's first reduction of a static graph is another one, and all begin it or none.
+        self._cautious = step not in world.at_ease or any(r.first for r in self._reducers)
         self._done = 0  # reductions of this attempt
         self._before: dict[Reducer, int] = {}
-        self._draining = False
+        self._models_own = False
         self._may_overlap = len(models) == 1 and all(
             getattr(hook, "__name__", "") in _PLAIN_HOOKS
             and getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
@@ -257,6 +97,11 @@ class Agreement(Call):
             reducer.broadcasts = model.require_forward_param_sync
             model.require_forward_param_sync = _UNTOUCHED
 
+    @property
+    def is_whole(self) -> bool:
+        """Does this attempt run the batch as it is?"""
+        return self._whole
+
     def overlaps(self) -> bool:
         return self._whole and self._may_overlap and not self._cautious and self._done == 0
 
@@ -273,6 +118,7 @@ class Agreement(Call):
         """One of them, for real or for a proof: its forward broadcasts nothing."""
         for reducer in self._reducers:
             reducer.model.require_forward_param_sync = _UNTOUCHED
+            reducer.micro_begins()
         return 0
 
     def backward_begins(self) -> int:
@@ -302,10 +148,13 @@ class Agreement(Call):
         due = [reducer for reducer in moved if reducer.due]
         if not due:
             return 0
+        for reducer in due:
+            reducer.ready()
         if (self._done > 0 or self._cautious) and self.asks(FINE, REDUCTION):
             return 1
-        for reducer in due:
-            reducer.reduce()
+        with self._by_models():
+            for reducer in due:
+                reducer.reduce()
         self._done += 1
         return 0
 
@@ -313,7 +162,11 @@ class Agreement(Call):
         """Before an update; 2: others have no part in it; more: how tight one of theirs is."""
         if self._done == 0:
             return 2
-        return 1 if not self.agreed_commit(tight) else 2 + self.tight if self.tight else 0
+        if not self.agreed_commit(tight):
+            return 1
+        for reducer in self._reducers:
+            reducer.ends()
+        return 2 + self.tight if self.tight else 0
 
     def returned(self) -> int:
         """The function has returned, without an update."""
@@ -361,16 +214,22 @@ class Agreement(Call):
     def cast(self, word: int, matter: int) -> int:
         return self.world.vote(word, matter, self._take_part)
 
+    @contextlib.contextmanager
+    def _by_models(self) -> Iterator[None]:
+        """Collectives in it are those of the models, or of their hooks."""
+        self._models_own = True
+        try:
+            yield
+        finally:
+            self._models_own = False
+
     def _take_part(self, step: int) -> None:
         self.world.tell(step, NEVER)
-        self._draining = True
-        try:
+        with self._by_models():
             self._reducers[step].drain(begun=True)
-        finally:
-            self._draining = False
 
     def own_collective(self, name: str) -> bool:
-        if self._draining or torch._C._current_graph_task_id() != -1:
+        if self._models_own or torch._C._current_graph_task_id() != -1:
             return False  # it is a communication hook's
         self.settle_first()
         if self.committed:
@@ -394,6 +253,7 @@ class Agreement(Call):
             attributes = reducer.model.__dict__
             attributes["reducer"] = reducer.real
             attributes.pop("_sync_buffers", None)
+            reducer.leave()
             if reducer.model.require_forward_param_sync is _UNTOUCHED:  # there was no forward
                 reducer.model.require_forward_param_sync = reducer.broadcasts
         try:
@@ -414,12 +274,9 @@ class Agreement(Call):
             time.sleep(0.001)
 
     def _drain(self) -> None:
-        self._draining = True
-        try:
+        with self._by_models():
             for reducer in self._reducers:
                 reducer.drain()
-        finally:
-            self._draining = False
 
     def _excuse(self, exception: BaseException) -> None:
         """An error leaves the call: who waits for this rank is told."""
@@ -430,7 +287,7 @@ class Agreement(Call):
             self._drain()
         with contextlib.suppress(RuntimeError):
             for reducer in self._reducers:
-                reducer.real._reset_state()
+                reducer.abandon()
         if self.told or self.is_over(exception):
             return
         if self.committed or (awaited and not self.world.shared):
@@ -495,11 +352,8 @@ def _refusal(model: Any) -> str | None:
     """Why calls over this model are not agreed on, or None."""
     if not isinstance(model, DistributedDataParallel):
         return _unknown(model)
-    if model.static_graph:
-        return (
-            "static_graph=True counts the backwards of its first step, also of attempts that fail, "
-            "and cannot begin to count again: leave it out, or pass find_unused_parameters=True"
-        )
+    if model.static_graph and (why := static_refusal(model)) is not None:
+        return why
     if model._join_config.enable:
         return (
             "inside join() ranks that have no more batches leave, and vote no more: give all ranks "

@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         "reducer-not-reset",
         "an attempt that ranks begin again begins with a reducer that expects nothing",
-        "oomkit/_ranks/agreement.py",
+        "oomkit/_ranks/reducer.py",
         "        self.real._reset_state()\n        self.due",
         "        self.due",
         ("ranks/test_ddp.py::test_each_place_of_a_plain_step",),
@@ -167,9 +167,25 @@ MUTANTS = [
     Mutant(
         "backward-of-the-caller-not-reduced",
         "a loss that is returned is reduced by torch in the caller's backward",
-        "oomkit/_ranks/agreement.py",
+        "oomkit/_ranks/reducer.py",
         "            self.real.prepare_for_backward(self._outputs)\n",
         "            pass\n",
         ("ranks/test_steps.py::test_a_loss_that_is_returned_is_torchs_affair",),
+    ),
+    Mutant(
+        "attempts-counted-by-a-static-graph",
+        "torch counts neither attempts that failed nor micro-batches where a graph is static",
+        "oomkit/_ranks/reducer.py",
+        "            self.real = self._fresh()\n            self.model.__dict__",
+        "            self.model.__dict__",
+        ("ranks/test_steps.py::test_a_static_graph_is_as_with_torch_alone",),
+    ),
+    Mutant(
+        "used-parameters-of-a-static-graph-not-told",
+        "a rank that fails in the first reduction of a static graph takes part in all of it",
+        "oomkit/_ranks/reducer.py",
+        "        return [self.nothing_used, *found] if self.first else found\n",
+        "        return found\n",
+        ("ranks/test_steps.py::test_a_static_graph_is_as_with_torch_alone",),
     ),
 ]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import oomkit
 from oomkit._ranks import world as worlds
@@ -57,6 +58,23 @@ def _own(tensor: Any) -> torch.Tensor:
     return found.detach()
 
 
+class Again(nn.Module):
+    """Layers that are used twice, one of them in checkpoints, and some that are not: static_graph.
+    Which head is used depends on the rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.saved, self.twice = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 9)
+        self.heads = nn.ModuleList([nn.Linear(9, 3) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, head: int = 0) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        for _ in range(2):
+            h = torch.tanh(self.twice(checkpoint(self.saved, h, use_reentrant=True)))
+        out: torch.Tensor = self.heads[head](h)
+        return out
+
+
 class Net(nn.Module):
     def __init__(self, norm: bool = False, dropout: bool = False) -> None:
         super().__init__()
@@ -90,16 +108,23 @@ OPTIONS = (
     "apart",
     "one_bucket",
     "proof",
+    "static",
+    "static_views",
+    "static_accumulation",
+    "static_fp16",
+    "static_proof",
 )
-EXACT = frozenset(OPTIONS) - {"norm", "dropout", "fp16", "powersgd", "two_passes"}
+EXACT = frozenset(OPTIONS) - {"norm", "dropout", "fp16", "powersgd", "two_passes", "static_fp16"}
 """What one process would compute to rounding, whatever the slices are."""
+USED_IN_PART = {"unused", *(option for option in OPTIONS if option.startswith("static"))}
+"""Not all ranks use all parameters."""
 
 
 class World:
     """The program under test: models, an optimizer, a step, and data by rank and step."""
 
     exact = EXACT
-    anew: frozenset[str] = frozenset({"powersgd", "proof"})
+    anew: frozenset[str] = frozenset({"powersgd", "proof", "static_proof"})
     """Options whose state cannot be put back."""
 
     def __init__(self, option: str, rank: Rank) -> None:
@@ -109,9 +134,10 @@ class World:
         one = option in ("one_bucket", "powersgd")  # PowerSGD wants an order that gloo has not
         given: dict[str, Any] = {"bucket_cap_mb": 1 if one else 0.0003}
         given["find_unused_parameters"] = option == "unused"
-        given["gradient_as_bucket_view"] = option in ("views", "kept")
+        given["static_graph"] = option.startswith("static")
+        given["gradient_as_bucket_view"] = option in ("views", "kept", "static_views")
         self.models = [DistributedDataParallel(net, **given) for net in self.nets]
-        if option == "fp16":
+        if option.endswith("fp16"):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
             self.models[0].register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -133,6 +159,8 @@ class World:
     def _nets(self) -> list[nn.Module]:
         if self.option == "unused":
             return [Heads()]
+        if self.option.startswith("static"):
+            return [Again()]
         nets: list[nn.Module] = [Net(self.option == "norm", self.option == "dropout")]
         return [*nets, Net()] if self.option in ("two_models", "two_passes") else nets
 
@@ -144,7 +172,8 @@ class World:
         return torch.randn(rows, 6, generator=generator), torch.randn(rows, 3, generator=generator)
 
     def head(self, rank: int, index: int) -> int:
-        return (rank + index) % 2 if self.option == "unused" else 0
+        by_step = index if self.option == "unused" else 0
+        return (rank + by_step) % 2 if self.option in USED_IN_PART else 0
 
     def step(self) -> Callable[..., Any]:
         plain = {"two_passes": self._two_passes, "apart": self._without_update}
@@ -152,11 +181,11 @@ class World:
 
     def _step(self, x: torch.Tensor, y: torch.Tensor, head: int, index: int) -> torch.Tensor:
         kept = self.option in ("kept", "gradients")
-        if not (self.option == "accumulation" and index % 2 == 1):
+        if not (self.option.endswith("accumulation") and index % 2 == 1):
             self.optimizer.zero_grad(set_to_none=not kept)
         loss = sum(F.mse_loss(model(x, head), y) for model in self.models)
         self.scaler.scale(loss).backward()
-        if self.option == "accumulation" and index % 2 == 0:
+        if self.option.endswith("accumulation") and index % 2 == 0:
             return loss.detach()
         if self.option == "clip":
             nn.utils.clip_grad_norm_(self.models[0].parameters(), 0.3)
@@ -195,7 +224,7 @@ class World:
         """One step, in what is given; what can be seen after it is in `seen`."""
         x, y = self.batch(self.rank.rank, index)
         with contextlib.ExitStack() as stack:
-            if self.option == "accumulation":
+            if self.option.endswith("accumulation"):
                 self.accumulates(index % 2 == 0, stack)
             with around:
                 self.decorated(x, y, self.head(self.rank.rank, index), index)
@@ -257,7 +286,7 @@ class World:
         optimizer = torch.optim.SGD(params, lr=0.05)
         found: list[list[torch.Tensor | None]] = []
         for index in range(STEPS):
-            if not (self.option == "accumulation" and index % 2 == 1):
+            if not (self.option.endswith("accumulation") and index % 2 == 1):
                 optimizer.zero_grad(set_to_none=self.option not in ("kept", "gradients"))
             local = [None if p.grad is None else p.grad.clone() for p in params]
             for rank in range(self.rank.world):
@@ -269,7 +298,7 @@ class World:
                     / self.rank.world
                 ).backward()
             del local
-            if self.option == "accumulation" and index % 2 == 0:
+            if self.option.endswith("accumulation") and index % 2 == 0:
                 found.append([])  # each rank has its own
                 continue
             if self.option == "scaler":
@@ -357,7 +386,7 @@ class Place:
         told: list[Any] = [record.ooms, record.attempts, chain]
         right = True
         # Of more than two numbers the sum depends on where in its bucket a gradient lies.
-        rounding = 0.0 if self.rank.world == 2 else 1e-12
+        rounding = 0.0 if self.rank.world == 2 else 1e-3 if "fp16" in self.option else 1e-12
         for i, ours in enumerate(seen):
             theirs, error = self.undisturbed(chain[: i + 1])
             bits = _differ(ours, theirs)

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import oomkit
 from oomkit.testing import inject_oom
 
 from .launch import Rank
+from .programs_ddp import Again
 
 
 def _begin(rank: Rank) -> tuple[nn.Module, Any, torch.Tensor, torch.Tensor]:
@@ -280,11 +281,13 @@ def _refused_ddp(how: str) -> Any:
         return DeepSpeedEngine()
     if how == "sparse":
         return DistributedDataParallel(nn.EmbeddingBag(10, 2, sparse=True))
-    given: dict[str, Any] = {"static_graph": how == "static"}
+    given: dict[str, Any] = {"static_graph": how == "static, built-in hook"}
     if how == "subgroup":
         given["process_group"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = DistributedDataParallel(_Rows(), **given)
-    if how == "buffer hook":
+    if how == "static, built-in hook":
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    elif how == "buffer hook":
         model._register_buffer_comm_hook(None, lambda state, buffers: None)
     elif how == "sync batch norm":  # torch lets it in on CPUs in no other way
         model.module.layers.append(nn.SyncBatchNorm(2).eval())
@@ -334,6 +337,133 @@ def refused(rank: Rank) -> list[str]:
         if how == "fsdp, another torch":
             _needs()
     return found
+
+
+class _Static:
+    """A model with static_graph=True, and a step that fails once where it is told."""
+
+    def __init__(self, rank: Rank, fails: str = "") -> None:
+        self.rank, self.fails = rank.rank, fails
+        self.once = iter([rank.rank == 1])
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(Again(), static_graph=True, bucket_cap_mb=0.0003)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def _may_fail(self, where: str) -> None:
+        if self.fails == where and next(self.once, False):
+            if where == "caught":
+                raise ValueError("a label that there is not")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss = F.mse_loss(self.model(x, self.rank), y)
+        self._may_fail("forward")
+        loss.backward()
+        self._may_fail("caught")
+        self._may_fail("between")
+        self.optimizer.step()
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.model(x, self.rank), y)
+
+    def run(self, plain: Any, steps: int, *data: torch.Tensor) -> list[list[float]]:
+        """Parameters after steps that are decorated, but for those before."""
+        step = oomkit.auto_batch(self.step, verify=False, model=self.model)
+        for index in range(steps):
+            (plain if plain is not None and index < 1 else step)(*data)
+        return _own(self.model)
+
+
+@contextlib.contextmanager
+def _fails_in_reduction(nth: int) -> Iterator[None]:
+    """The first reduction of this rank fails once, in one of its backwards that add nothing."""
+    from oomkit._ranks import reducer
+
+    real, runs = reducer._run, iter(range(1, 1000))
+
+    def run(root: torch.Tensor) -> None:
+        if next(runs) == nth:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        real(root)
+
+    reducer._run = run
+    try:
+        yield
+    finally:
+        reducer._run = real
+
+
+def static_graph(rank: Rank) -> dict[str, float]:
+    """How far parameters are from those of torch alone after steps over such a model."""
+    _begin(rank)
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+
+    def outside(*data: torch.Tensor) -> None:
+        of.step(*data)
+
+    def returned(*data: torch.Tensor) -> None:
+        of.optimizer.zero_grad()
+        oomkit.auto_batch(of.loss, model=of.model)(*data).backward()
+        of.optimizer.step()
+
+    def caught(*data: torch.Tensor) -> None:
+        with contextlib.suppress(ValueError, oomkit.RankError):
+            oomkit.auto_batch(of.step, verify=False, model=of.model)(*data)
+        of.step(*data)
+
+    plain: dict[str, Any] = {"outside": outside, "returned": returned, "caught": caught}
+    alone = _Static(rank)
+    for _ in range(3):
+        alone.step(x, y)
+    expected = _own(alone.model)
+    found = {}
+    for name in ("healthy", "forward", "between", "reduction 1", "reduction 2", *plain):
+        of = _Static(rank, name)
+        failing = name.startswith("reduction") and rank.rank == 1
+        with _fails_in_reduction(int(name[-1])) if failing else contextlib.nullcontext():
+            ours = of.run(plain.get(name), 3, x, y)
+        found[name] = max(
+            abs(a - b)
+            for one, other in zip(ours, expected, strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
+    return found
+
+
+class _Changing(nn.Module):
+    """Another part of it is used in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 2) for _ in range(2)])
+        self.used = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.parts[self.used](x)
+        return out
+
+
+def static_that_changes(rank: Rank) -> list[str]:
+    """A graph that is not static, in a later step that is split: an error, as with torch alone."""
+    _begin(rank)
+    torch.manual_seed(0)
+    net = _Changing()
+    model = DistributedDataParallel(net, static_graph=True)
+    x = torch.randn(8, 4)
+
+    @oomkit.auto_batch(verify=False, model=model)
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    step(x)
+    net.used = rank.rank
+
+    def fails() -> None:
+        with inject_oom(nth=1) if rank.rank == 1 else contextlib.nullcontext():
+            step(x)
+
+    return [_raised(fails)]
 
 
 class _Pipeline:

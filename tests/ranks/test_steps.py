@@ -16,7 +16,7 @@ from .launch import ranks_of, results_of
 
 REFUSED = {
     "sparse": "EmbeddingBag(sparse=True) has sparse gradients",
-    "static": "static_graph=True",
+    "static, built-in hook": "static_graph=True, with a communication hook that is not a function",
     "sync batch norm": "SyncBatchNorm communicates inside the forward",
     "tensor parallel": "spread over ranks without fully_shard(), as in tensor parallelism",
     "deepspeed": "ranks's DeepSpeedEngine is not supported",
@@ -51,6 +51,8 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "evaluated": ("evaluated", {}),
     "refused": ("refused", {"how": list(REFUSED)}),
     "joined": ("joined", {}),
+    "static": ("static_graph", {}),
+    "static that changes": ("static_that_changes", {}),
     "pipelined": ("pipelined", {}),
     **{f"own {f} {p}": ("own_collective", {"fails": f, "phase": p, "nth": n}) for f, p, n in OWN},
 }
@@ -177,6 +179,18 @@ def test_evaluation_needs_no_agreement_but_for_its_collectives() -> None:
     for _, _, warned, _ in (first, second):
         assert "torch.distributed.all_reduce() is called inside a part of chunks()" in warned
     assert "torch.distributed.all_reduce() in a function that is split on this rank" in second[3]
+
+
+def test_a_static_graph_is_as_with_torch_alone() -> None:
+    for found in _of("static"):
+        assert found.keys() >= {"healthy", "between", "reduction 2", "returned", "caught"}
+        assert all(far < 1e-12 for far in found.values()), found
+
+
+def test_a_graph_that_was_to_be_static_is_an_error_where_it_changes() -> None:
+    other, failed = _of("static that changes")
+    assert "more often than in the first step" in failed[0]
+    assert other[0].startswith("RankError: rank 1 cannot continue: SplitError")
 
 
 @pytest.mark.parametrize(("index", "reason"), [*enumerate(REFUSED.values())], ids=list(REFUSED))

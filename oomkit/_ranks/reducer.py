@@ -1,0 +1,396 @@
+"""In place of a model's reducer while a call runs: which gradients are there, and their reduction.
+
+With ``static_graph=True`` torch's reducer counts how often a backward comes to each parameter,
+from the first one that there is until its first reduction, and expects these numbers from then
+on. It cannot be told to forget attempts that have failed, micro-batches and proofs. So we count
+in those, and the first reduction is made by a new reducer, which meets nothing but backwards that
+add nothing, as many as the whole batch would have been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+
+if TYPE_CHECKING:
+    from .agreement import Agreement
+
+
+class _Touch(torch.autograd.Function):
+    """Adds nothing to the gradients of some parameters, so that their reducer sees each."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
+        ctx.nothing = [
+            None if p.grad is None else p.grad.new_zeros(()).expand_as(p) for p in params
+        ]
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> Any:
+        return tuple(ctx.nothing)
+
+
+class Reducer:
+    """In place of a model's reducer while a call runs: what its forwards tell it goes by us."""
+
+    first = False
+    """Its next reduction is torch's first one of a static graph."""
+
+    def __init__(self, agreement: Agreement, model: Any) -> None:
+        self.real = model.reducer
+        self.model = model
+        self.due = False
+        """A forward has synchronised, and its gradients were not reduced."""
+        self.flying = False
+        """Its reduction overlaps with the backward."""
+        self.begun = False
+        """The others know that this rank takes part in it."""
+        self.sent = 0
+        self.broadcasts: Any = True
+        """The next forward begins with a broadcast of buffers."""
+        self._before: list[tuple[weakref.ref[torch.Tensor] | None, int]] = []
+        self._entry = self._before
+        self._outputs: list[torch.Tensor] = []
+        self._agreement = agreement
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """The end of a forward that synchronises."""
+        self.due, self._outputs = True, outputs
+        if self._agreement.overlaps():
+            if not self.flying:
+                self.sent = self.count()
+            self.flying = True
+            self.real.prepare_for_backward(outputs)
+
+    def hand_over(self) -> None:
+        """A backward after the call is the model's own affair."""
+        if self.due and not self.flying:
+            self.real.prepare_for_backward(self._outputs)
+        self._outputs = []
+
+    @functools.cached_property
+    def params(self) -> list[torch.Tensor]:
+        return [p for p in self.model.module.parameters() if p.requires_grad]
+
+    def count(self) -> int:
+        """Collectives of the model's group so far."""
+        return int(self.model.process_group._get_sequence_number_for_group())
+
+    def leave_out(self, before: int) -> None:
+        """Collectives since then are none of the reduction's."""
+        if before > 0:
+            self.sent += self.count() - before
+
+    # ---- which gradients a backward has moved
+
+    def _gradients(self) -> list[tuple[weakref.ref[torch.Tensor] | None, int]]:
+        gradients = [p.grad for p in self.params]
+        return [(None, 0) if g is None else (weakref.ref(g), g._version) for g in gradients]
+
+    def _moved(
+        self, since: list[tuple[weakref.ref[torch.Tensor] | None, int]]
+    ) -> list[torch.Tensor]:
+        moved = []
+        for p, (ref, version) in zip(self.params, since, strict=True):
+            gradient = p.grad
+            same = ref is not None and ref() is gradient
+            if gradient is not None and not (same and gradient._version == version):
+                moved.append(p)
+        return moved
+
+    def attempt_begins(self) -> None:
+        self._entry = self._gradients() if self.finds else []
+
+    def micro_begins(self) -> None:
+        """A micro-batch, for real or for a proof."""
+
+    def backward_begins(self) -> None:
+        self._before = self._gradients()
+
+    def backward_moved(self) -> bool:
+        return bool(self._moved(self._before))
+
+    # ---- reducing
+
+    def ready(self) -> None:
+        """It is about to make a reduction that does not overlap."""
+
+    def has_finished(self) -> bool:
+        """Has the reduction that overlaps come to its end?"""
+        if self.count() == self.sent:
+            return False
+        try:
+            self.real._check_reducer_finalized()
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def finds(self) -> bool:
+        """Ranks tell each other which parameters they have used, after their gradients."""
+        return bool(self.model.find_unused_parameters)
+
+    def _used(self) -> list[torch.Tensor]:
+        """Those whose gradients are to be reduced."""
+        if self.finds:
+            return self._moved(self._entry)
+        return [p for p in self.params if p.grad is not None]
+
+    def _check(self, used: list[torch.Tensor]) -> None:
+        if not used:
+            raise _C.SplitError(
+                "auto_batch cannot reduce the gradients of a DistributedDataParallel model "
+                "none of whose parameters was used on this rank"
+                f"{_C.see('distributed')}"
+            )
+
+    def reduce(self) -> None:
+        """The gradients that are in ``.grad``, by the model's own means."""
+        self.due, self.flying, self.sent = False, True, self.count()
+        used = self._used()
+        self._check(used)
+        self._agreement.reduces(self)
+        self._reduce(used)
+        self.flying = self.begun = False
+
+    def _reduce(self, used: list[torch.Tensor]) -> None:
+        with torch.enable_grad():
+            root = _Touch.apply(*reversed(used))  # type: ignore[no-untyped-call]
+        self.real.prepare_for_backward([root] if self.finds else [])
+        _run(root)
+
+    def parts(self) -> list[Callable[[], Any]]:
+        """This rank's part, with zeros, in each collective of a reduction."""
+        buckets = self.real._get_zeros_like_grad_buckets()
+        found: list[Callable[[], Any]] = [
+            functools.partial(self.real._run_comm_hook, bucket) for bucket in buckets
+        ]
+        return [*found, self.nothing_used] if self.finds else found
+
+    def nothing_used(self) -> Any:
+        used = torch.zeros_like(self.real._get_local_used_map())
+        return self.model.process_group.allreduce([used])
+
+    def drain(self, begun: bool = False) -> None:
+        """Take part with zeros in what is left of a reduction that others wait for, or in one
+        that they have begun alone."""
+        awaited = begun or self.begun or (self.flying and not self._agreement.world.shared)
+        self.flying = self.begun = False
+        if not awaited:
+            return
+        if begun:
+            self.sent = self.count()
+        left = self.parts()[max(0, self.count() - self.sent) :]
+        for work in [part() for part in left]:
+            work.wait()
+        with contextlib.suppress(RuntimeError):  # gloo has none: the others' parts are done
+            self.model.process_group._wait_for_pending_works()  # when they vote
+
+    def post(self) -> list[Any]:
+        """Its part, with zeros, of the reduction that others are in or come to: what is to be
+        kept while that runs."""
+        parts = self.parts()
+        return [[part() for part in parts], parts]
+
+    def reset(self) -> None:
+        self.real._reset_state()
+        self.due = self.flying = self.begun = False
+
+    def abandon(self) -> None:
+        """The call ends with an error."""
+        self.real._reset_state()
+
+    def ends(self) -> None:
+        """All ranks have come to the update, or to the end."""
+
+    def leave(self) -> None:
+        """The call is over."""
+
+
+def _run(root: torch.Tensor) -> None:
+    """Backward, outside of what watches those of the step."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (root,), (torch.ones_like(root),), False, False, (), True, True
+    )
+
+
+_counts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+"""How often a backward comes to each parameter, of models with static_graph=True."""
+
+
+class StaticReducer(Reducer):
+    """That of a model with static_graph=True."""
+
+    def __init__(self, agreement: Agreement, model: Any) -> None:
+        super().__init__(agreement, model)
+        # No call over this model has come to its update or end: on all ranks alike.
+        self.first = not model._static_graph_delay_allreduce_enqueued
+        self._reductions = 0  # of this attempt
+        self._counts = False  # a forward has synchronised
+        self._hooks: list[Any] = []
+        self._clear()
+
+    # ---- counting
+
+    def _clear(self) -> None:
+        self._now = [0] * len(self.params)  # of this backward, or micro-batch
+        self._most = list(self._now)  # of earlier ones
+
+    def _watch(self) -> None:
+        if self._hooks:
+            return
+        for index, p in enumerate(self.params):
+            node: Any = torch.autograd.graph.get_gradient_edge(p).node
+            self._hooks.append(node.register_hook(functools.partial(self._came, index)))
+
+    def _came(self, index: int, *_: Any) -> None:
+        if self._counts:
+            self._now[index] += 1
+
+    def attempt_begins(self) -> None:
+        self._reductions, self._counts = 0, False
+        self._clear()
+        if self.first:  # which torch looks at in the forward, and at the end of the backward
+            self.model._static_graph_delay_allreduce_enqueued = False
+        if self.model not in _counts or not self._agreement.overlaps():
+            self._watch()
+
+    def micro_begins(self) -> None:
+        self._most = [max(both) for both in zip(self._most, self._now, strict=True)]
+        self._now, self._counts = [0] * len(self.params), False
+
+    def backward_begins(self) -> None:
+        super().backward_begins()
+        self._now = [0] * len(self.params)
+
+    # ---- what a forward and its backward tell
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        self._counts = True
+        super().prepare_for_backward(outputs)
+
+    def _delay_all_reduce(self) -> None:
+        """The end of a first backward: what follows it is the call's affair."""
+
+    def hand_over(self) -> None:
+        if self.due:
+            self.ready()
+        super().hand_over()
+
+    # ---- reducing
+
+    def ready(self) -> None:
+        """For the first reduction, while nobody waits for it yet."""
+        if self.first:
+            self.real = self._fresh()
+            self.model.__dict__["reducer"] = self
+
+    def _fresh(self) -> Any:
+        """A reducer that has counted nothing, in the model."""
+        model = self.model
+        before = model.reducer, model.logger
+        params, sparse = model._build_params_for_reducer()
+        names = model._build_debug_param_to_name_mapping(params)
+        register: Any = vars(dist)["_register_comm_hook"]
+        try:
+            model._ddp_init_helper(params, sparse, names, True)
+            model.reducer._set_static_graph()
+            model.logger._set_static_graph()
+            for hook, state in model._comm_hooks:
+                register(model.reducer, state, hook)
+                model.logger._set_comm_hook_name(hook.__qualname__)
+        except BaseException:
+            model.reducer, model.logger = before
+            raise
+        return model.reducer
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self.first:  # steps that are not decorated may come now
+            self.real = self._fresh()
+
+    @property
+    def finds(self) -> bool:
+        return False
+
+    def has_finished(self) -> bool:
+        finished = super().has_finished()
+        if finished:
+            _counts.setdefault(self.model, list(self._now))
+        return finished
+
+    def _used(self) -> list[torch.Tensor]:
+        counts, known = self._now, None if self.first else _counts.get(self.model)
+        if not self._agreement.is_whole:  # what only earlier micro-batches have used
+            counts = [now or most for now, most in zip(counts, self._most, strict=True)]
+            if self._reductions > 0 and known is None:
+                raise self._agreement.cannot(
+                    "its step has several backwards over a model with static_graph=True, and has "
+                    "to be split before it has run whole once"
+                )
+        if known is None:
+            known = _counts[self.model] = list(counts)
+        elif any(ours > theirs for ours, theirs in zip(counts, known, strict=True)):
+            raise _C.SplitError(
+                "auto_batch found that a backward comes to a parameter more often than in the "
+                "first step of this DistributedDataParallel model, which has static_graph=True: "
+                f"leave it out, or use the same parameters in each step{_C.see('distributed')}"
+            )
+        return [p for p, count in zip(self.params, known, strict=True) if count > 0]
+
+    def _reduce(self, used: list[torch.Tensor]) -> None:
+        counts = dict(zip(map(id, self.params), _counts[self.model], strict=True))
+        roots = []
+        for turn in range(max(counts.values())):
+            with torch.enable_grad():
+                again = [p for p in reversed(used) if counts[id(p)] > turn]
+                roots.append(_Touch.apply(*again))  # type: ignore[no-untyped-call]
+        self._reductions += 1
+        self._counts = False
+        self.real.prepare_for_backward([])
+        for root in roots:
+            _run(root)
+        if self.first:
+            self.real._delay_all_reduce()
+        self.real._check_reducer_finalized()
+
+    def parts(self) -> list[Callable[[], Any]]:
+        found = super().parts()
+        return [self.nothing_used, *found] if self.first else found
+
+    def ends(self) -> None:
+        if self._reductions > 0:
+            self.first = False
+
+    def leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.model._static_graph_delay_allreduce_enqueued = not self.first
+
+
+def static_refusal(model: Any) -> str | None:
+    """Why calls over this model with static_graph=True are not agreed on, or None: its hook is lost
+    with its reducer."""
+    if model._static_graph_delay_allreduce_enqueued or model._comm_hooks:
+        return None
+    if model._get_ddp_logging_data().get("comm_hook", "").startswith("BuiltinCommHookType"):
+        return "static_graph=True, with a communication hook that is not a function"
+    return None
+
+
+def reducer_of(agreement: Agreement, model: Any) -> Reducer:
+    """In place of the one that the model has."""
+    return (StaticReducer if model.static_graph else Reducer)(agreement, model)
