@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from . import _C
 from ._trainers import names, refusals
 from ._trainers.books import Books
-from ._trainers.calls import Call, calls_of
+from ._trainers.calls import Call, calls_of, forget_calls
 from ._trainers.kept_state import begin, sizes_class
 from ._trainers.logs import Log
 
@@ -161,13 +161,12 @@ def unprotect(trainer: _T, /) -> _T:
     Take back what `protect` has set; a trainer that is not protected stays as it is.
     """
     _checked("unprotect", trainer)
-    calls = calls_of(trainer)
-    for call in calls:
+    it: Any = trainer
+    for call in calls_of(it):
         call.remove()
-    if calls:
-        it: Any = trainer
-        it.remove_callback(sizes_class())
-        Log.remove(it)
+    forget_calls(it)
+    it.remove_callback(sizes_class())
+    Log.remove(it)
     return trainer
 
 

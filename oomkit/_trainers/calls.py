@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 import warnings
 import weakref
@@ -16,7 +17,7 @@ from .. import _C, sizes
 from .books import Books, completion_tokens, family
 from .rows import Pairs, shapes, together, whole_because
 
-__all__ = ["Call", "calls_of", "own"]
+__all__ = ["Call", "calls_of", "forget_calls", "own"]
 
 _PAIRED = ("DPOTrainer", "RewardTrainer")
 _HERE = "_oomkit_calls"  # in a protected trainer's dictionary
@@ -177,6 +178,12 @@ class Call:
         self._whole: Any = None
         self._shown = False  # a split call's loss was finite
 
+    def __reduce__(self) -> Any:
+        """In a copy of the trainer: the method of that trainer, without oomkit."""
+        if self._replaced is None:
+            return getattr, (self._trainer(), self._name)
+        return operator.getitem, ((self._replaced,), 0)
+
     def begins(self, trainer: Any) -> None:
         """A training begins: of another model nothing is proven, though sizes may be the same."""
         self.seen = trainer.state
@@ -329,7 +336,6 @@ class Call:
     def remove(self) -> None:
         """The trainer's own method again."""
         trainer = self._trainer()
-        vars(trainer).pop(_HERE, None)
         if vars(trainer).get(self._name) is not self:
             return  # somebody has put a function around it, which stays
         del vars(trainer)[self._name]
@@ -358,5 +364,10 @@ _TAKES = {
 
 
 def calls_of(trainer: Any) -> list[Call]:
-    """The protected methods of a trainer."""
-    return list(vars(trainer).get(_HERE, ()))
+    """The protected methods of a trainer; a copy of a trainer has none."""
+    return [call for call in vars(trainer).get(_HERE, ()) if isinstance(call, Call)]
+
+
+def forget_calls(trainer: Any) -> None:
+    """A trainer, or a copy of one, that is no longer protected."""
+    vars(trainer).pop(_HERE, None)

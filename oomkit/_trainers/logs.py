@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,12 @@ class Log:
         if self._replaced is not None:
             return self._replaced(logs, *args, **kwargs)
         return type(trainer).log(trainer, logs, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """In a copy of the trainer: the `log` of that trainer, without oomkit."""
+        if self._replaced is None:
+            return getattr, (self._trainer(), "log")
+        return operator.getitem, ((self._replaced,), 0)
 
     def put(self) -> None:
         """In place of the trainer's own."""

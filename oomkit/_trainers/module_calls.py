@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +69,16 @@ class ModuleCall:
 
     @property
     def __code__(self) -> Any:
-        return self.__wrapped__.__code__
+        step = self.__wrapped__
+        while isinstance(step, functools.partial):
+            step = step.func
+        return step.__code__
+
+    def __reduce__(self) -> Any:
+        """In a copy or a pickle of the module: the step of that module, without oomkit."""
+        if self._unbound:
+            return getattr, (self._module(), self._name)
+        return operator.getitem, ((self._replaced,), 0)
 
     @property
     def is_manual(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 import weakref
@@ -62,6 +63,12 @@ class ModuleLog:
         self._entries: dict[str, list[_Entry]] = {}
         self._collects = False
         self.steps: set[types.CodeType] = set()  # code of the protected steps
+
+    def __reduce__(self) -> Any:
+        """In a copy or a pickle of the module: the `log` of that module, without oomkit."""
+        if self._replaced is None:
+            return getattr, (self._module(), "log")
+        return operator.getitem, ((self._replaced,), 0)
 
     @property
     def collects(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import pickle
 import weakref
@@ -203,6 +205,27 @@ def test_pickles_of_the_model_hold_nothing_of_ours() -> None:
     with inject_oom(nth=600):
         made.train()
     assert b"oomkit" not in pickle.dumps(made.model)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_copy_of_a_trainer_is_one_without_oomkit(replaced: bool) -> None:
+    """Its methods are its own: not those of the trainer that it was made of."""
+    made, plain_one = _made(), _made()
+    if replaced:
+        made.log = functools.partial(hf.Trainer.log, made)
+    copied = copy.deepcopy(protect(made, log=True))
+    assert records(copied) == () and "oomkit" not in repr(copied.training_step)
+    for again in (copied, plain_one):
+        torch.manual_seed(1)
+        again.train()
+    assert records(made) == () and made.state.global_step == 0
+    for one, two in zip(plain_one.model.parameters(), copied.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert not any(line.keys() & {"oomkit/ooms"} for line in copied.state.log_history)
+    protect(copied).train()
+    assert len(records(copied)) == 6
+    kinds = [type(each).__name__ for each in unprotect(copied).callback_handler.callbacks]
+    assert "OomkitSizes" not in kinds
 
 
 def test_an_error_of_the_step_passes_and_the_trainer_stays_protected() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
+import io
+import pickle
 import subprocess
 import sys
 import warnings
@@ -323,6 +327,47 @@ def test_lightning_without_a_name_that_is_used(monkeypatch: pytest.MonkeyPatch) 
         ImportError, match=r"a name that Lightning 2\.\S+ does not have .*2.6.6, whi"
     ):
         AutoBatch()
+
+
+class Copies(lightning.Callback):
+    """Keeps a copy and a pickle of the module, as callbacks that average or save modules do."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        saved = io.BytesIO()
+        torch.save(pl_module, saved)
+        saved.seek(0)
+        pickled = pickle.dumps(pl_module)
+        assert b"oomkit" not in pickled
+        self.kept += [copy.deepcopy(pl_module), pickle.loads(pickled)]
+        self.kept.append(torch.load(saved, weights_only=False))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_copies_and_pickles_of_a_module_in_training_are_their_own(replaced: bool) -> None:
+    """Their steps are those of the copy, with its parameters, and hold nothing of ours."""
+    module, copies = Classifier(), Copies()
+    if replaced:
+        module.predict_step = functools.partial(_doubled, module)
+    fit(trainer([AutoBatch(accumulation_steps=2), copies]), module)
+    (x, y), *_ = loader()
+    before = module.predict_step((x, y), 0)
+    assert len(copies.kept) == 3
+    for each in copies.kept:
+        torch.nn.init.zeros_(each.net[2].weight)
+        torch.nn.init.zeros_(each.net[2].bias)
+        if not replaced:
+            assert not each.predict_step((x, y), 0).any()
+        assert "oomkit" not in repr([*vars(each).values()])
+        trainer([AutoBatch(accumulation_steps=2)]).fit(each, loader())
+        assert each.net[2].weight.any()
+    assert torch.equal(module.predict_step((x, y), 0), before)
+
+
+def _doubled(module: Any, batch: Any, batch_idx: int) -> torch.Tensor:
+    return 2 * module.net(batch[0])
 
 
 def test_a_module_that_is_copied_while_it_trains() -> None:
