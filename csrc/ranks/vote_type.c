@@ -19,6 +19,7 @@ typedef struct vote_object {
     oomkit_vote vote;
     Py_buffer memory; /* held: writable, and shared with other processes */
     process *processes;
+    int stays; /* one that is late is waited for again: the round goes on */
 } vote_object;
 
 #define vote_CAST(op) ((vote_object *)(op))
@@ -156,12 +157,14 @@ static int
 vote_wait(vote_object *self, uint64_t patience_ns, oomkit_voted *voted)
 {
     const uint64_t until = oomkit_now_ns() + patience_ns;
+    const uint64_t sleep =
+        patience_ns > 0 && patience_ns < SLEEP_NS ? patience_ns : SLEEP_NS;
     int turn, ended;
 
     for (turn = 1;; turn++) {
         oomkit_vote_state state;
         Py_BEGIN_ALLOW_THREADS;
-        state = oomkit_vote_wait(&self->vote, SLEEP_NS, voted);
+        state = oomkit_vote_wait(&self->vote, sleep, voted);
         Py_END_ALLOW_THREADS;
         if (vote_end_of(state) >= 0) {
             return vote_end_of(state);
@@ -194,7 +197,7 @@ vote_end(vote_object *self, double patience)
     }
     if (ended == BEHIND) {
         voted = (oomkit_voted){.word = oomkit_vote_step(&self->vote)};
-    } else {
+    } else if (!self->stays || (ended != ONE_LATE && ended != ONE_STOPPED)) {
         oomkit_vote_leave(&self->vote);
     }
     return ended < 0 ? NULL
@@ -209,7 +212,9 @@ vote_cast(PyObject *op, PyObject *args)
     unsigned long long tag;
     double patience;
 
-    if (!PyArg_ParseTuple(args, "LKd:cast", &word, &tag, &patience)) {
+    vote_CAST(op)->stays = 0;
+    if (!PyArg_ParseTuple(args, "LKd|p:cast", &word, &tag, &patience,
+                          &vote_CAST(op)->stays)) {
         return NULL;
     }
     oomkit_vote_cast(&vote_CAST(op)->vote, word, tag);
@@ -344,11 +349,13 @@ vote_look(PyObject *Py_UNUSED(type), PyObject *args)
 
 static PyMethodDef vote_methods[] = {
     {"cast", vote_cast, METH_VARARGS,
-     "cast($self, word, tag, patience, /)\n--\n\n"
+     "cast($self, word, tag, patience, stays=False, /)\n--\n\n"
      "(how it ended, largest word, rank, all on one matter), once all have come. Where "
-     "it ended with a step of others, that is in place of the word."},
+     "it ended with a step of others, that is in place of the word. `stays`: where one "
+     "is late, go_on() waits in the same round."},
     {"go_on", vote_go_on, METH_O,
-     "go_on($self, patience, /)\n--\n\nThe same, after such a step was made."},
+     "go_on($self, patience, /)\n--\n\nThe same, after such a step was made, or a "
+     "wait."},
     {"tell", vote_tell, METH_VARARGS,
      "tell($self, what, stop, /)\n--\n\n"
      "0: the others are told of this step; 1 a rank has cast at least `stop`, 2 "

@@ -407,14 +407,14 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
         kind, models, why = _way(models)
     if why is None:
         world = meet()
-        if world.shared or kind is Agreement:
+        if world.follows or kind is Agreement:
             try:
                 call: Call = kind(world, step, models)
             except RuntimeError as failed:  # of a collective that it begins with
                 world.note(failed)
                 raise
             return call
-        why = "fully_shard() needs ranks that share memory"
+        why = "fully_shard() needs memory that ranks of a machine can share (/dev/shm)"
     if weighs and dist.get_world_size() > 1:
         raise _C.SplitError(
             f"auto_batch(global_weight=True) cannot weigh {label} over all ranks: {why}"

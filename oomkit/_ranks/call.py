@@ -28,7 +28,7 @@ class Call:
     def __init__(self, world: World, step: object) -> None:
         self.world = world
         self.step = step
-        world.begin()
+        world.begin(self.sharded)
         self.trouble = False
         self.committed = False
         self.tight = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import _C
 
-_PROCESS_DEAD = 2  # of csrc/ranks/vote.h
+PROCESS_DEAD = 2  # of csrc/ranks/vote.h
 _A_MOMENT = 1.0
 """Seconds in which a process that has closed its connections is gone."""
 _ANSWERS, _ALL_ANSWER = 3.0, 15.0
@@ -90,6 +90,20 @@ class Others:
                 return bytes(self._store.get(key)).decode(errors="replace")
         return ""
 
+    # ---- steps that ranks of several machines make together
+
+    def write_step(self, machine: int, place: int, at: tuple[int, int], step: int) -> None:
+        """Of a machine, told by its first rank: `at` says which it is, `place` where it goes."""
+        self._store.set(f"{self._key}/steps/{machine}/{place}", f"{at[0]} {at[1]} {step}")
+
+    def read_step(self, machine: int, place: int) -> tuple[tuple[int, int], int]:
+        """The last one that is there; (-1, -1) is before all."""
+        key = f"{self._key}/steps/{machine}/{place}"
+        if not self._store.check([key]):
+            return (-1, -1), 0
+        vote, made, step = map(int, self._store.get(key).split())
+        return (vote, made), step
+
     # ---- who is missing
 
     def saw(self, rank: int, how: str, late: bool = False) -> None:
@@ -130,7 +144,7 @@ class Others:
         state = _C._Vote.look(pid, started)
         if not state or ((len(self.nodes) > 1 or self.vote is None) and self.has_answered(rank)):
             return ""  # who has answered has left by the same error
-        how = "is dead" if state == _PROCESS_DEAD else "is stopped"
+        how = "is dead" if state == PROCESS_DEAD else "is stopped"
         self.saw(rank, how)
         return f"{self.process(rank)} {how}"
 

@@ -3,12 +3,17 @@
 Ranks of one machine vote in memory that they share (``csrc/ranks``). With several machines the
 ranks of each do so, then the first of each vote over gloo, and give the others of theirs what
 came of it. Where no memory is to be had all vote over gloo.
+
+What ranks of a machine tell each other of their steps, the first of each writes into the store of
+the process group, where first ranks that wait look for those of other machines. They make them,
+and so do the others of their machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import mmap
 import struct
 import time
@@ -19,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .others import Others, error
+from .others import PROCESS_DEAD, Others, error
 
 FINE, TROUBLE, AGAIN, FATAL = 0, 1, 1 << 20, 1 << 40
 """Words. All came well; and one of them with trouble; one has failed; one cannot go on."""
@@ -40,6 +45,10 @@ _LOST = 1 << 62
 """From here on, with its number: a rank that does not come."""
 _LOOKS = 0.25
 """Seconds between two looks at what others have told; later more."""
+_MOMENT = 0.002
+"""Seconds between two looks at what ranks of other machines do together, by one who waits."""
+_STEPS = 1024
+"""Of another machine's that are still there to be read: as many as csrc/ranks/vote.h keeps."""
 _RANKS = 1 << 16
 _WAITED = {_LATE: "has not come to a vote", _STOPPED: "is stopped"}
 
@@ -47,6 +56,8 @@ Voted = tuple[int, int, bool]
 """The largest word, the first rank that gave it, and whether all voted on the same."""
 Follow = Callable[[int], None]
 Vote = Callable[[], int]
+Meanwhile = Callable[[], bool]
+"""What is done while a vote lasts: was there anything?"""
 
 
 def table_bytes(size: int) -> int:
@@ -175,10 +186,12 @@ class Gloo:
     def vote(self, word: int, matter: int, follow: Follow | None, seconds: float) -> Voted:
         return self.largest(word, self.others.rank, matter, True)
 
-    def largest(self, word: int, rank: int, matter: int, same: bool) -> Voted:
+    def largest(
+        self, word: int, rank: int, matter: int, same: bool, meanwhile: Meanwhile | None = None
+    ) -> Voted:
         """The same of a word that is another rank's, who may have been at odds already."""
         given = torch.tensor([_packed(word, rank), matter + (not same), -matter])
-        self._wait(self._group.allreduce([given], _of(dist.ReduceOp.MAX)))
+        self._wait(self._group.allreduce([given], _of(dist.ReduceOp.MAX)), meanwhile)
         packed, most, least = given.tolist()
         return *_unpacked(packed), most == -least
 
@@ -204,18 +217,25 @@ class Gloo:
         self._wait(self._group.allreduce([table], _of(dist.ReduceOp.SUM)))
         return table
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, meanwhile: Meanwhile | None = None) -> None:
         """Until it is done, or somebody is seen to be missing."""
         until = time.monotonic() + self.patience.total_seconds()
-        look = _LOOKS
+        look = _LOOKS if meanwhile is None else _MOMENT
+        asks = time.monotonic() + _LOOKS
         while True:
+            over = work.is_completed()  # then it has not only taken longer than one look
             try:
                 work.wait(datetime.timedelta(seconds=look))
                 return
             except RuntimeError as failed:
-                if work.is_completed() or time.monotonic() >= until or self.others.is_asked():
+                now = time.monotonic()
+                asked = now >= asks and self.others.is_asked()
+                if over or now >= until or asked:
                     raise self.others.missed(failed) from failed
-            look = min(2 * look, 1.0)
+            if meanwhile is None:
+                look = min(2 * look, 1.0)
+            elif not meanwhile() and now >= asks:
+                asks = now + _LOOKS
 
 
 def _of(operation: Any) -> Any:
@@ -228,41 +248,74 @@ class Nodes:
     """Ranks of several machines: those of each in memory, then the first of each over gloo."""
 
     shared = False
+    follows = False
+    """Ranks tell each other of the steps that they make together, also over machines."""
 
     def __init__(self, others: Others, within: Shared, leaders: Gloo) -> None:
         self.others = others
         self.within, self.leaders = within, leaders
         self.leads = others.here[0] == others.rank
+        self._machine = others.nodes.index(others.here)
+        self._votes = 0
+        self._made = 0  # steps since the last one
 
     def tell(self, step: int, stop: int) -> int:
-        return TOLD
+        if not self.follows:
+            return TOLD
+        told = self.within.tell(step, stop)
+        if told == TOLD:
+            if self.leads:
+                self.others.write_step(self._machine, self._made % _STEPS, self._at(), step)
+            self._made += 1
+        return told
+
+    def _at(self) -> tuple[int, int]:
+        return self._votes, self._made
+
+    def _elsewhere(self, follow: Follow) -> bool:
+        """Make the next step that ranks of another machine have begun, if there is one."""
+        for machine in range(len(self.others.nodes)):
+            if machine == self._machine:
+                continue
+            at, step = self.others.read_step(machine, self._made % _STEPS)
+            if at == self._at():
+                follow(step)
+                return True
+            if at[0] == self._votes and at[1] > self._made:
+                raise error(f"ranks of another machine are too far ahead{_C.see('distributed')}")
+        return False
 
     def vote(self, word: int, matter: int, follow: Follow | None, seconds: float) -> Voted:
+        follow = follow if self.follows else None
         try:
-            voted = self._here(word, matter, seconds)
-        except _C.RankError as missed:
-            if self.leads and missed.rank is not None:
-                self.leaders.post(missed.rank, matter)
-            raise
-        if voted[0] >= FATAL:  # which ends this vote: the others need nothing of ours
-            if self.leads:
-                self.leaders.post(voted[1], matter)
-            return voted
-        return self._over(voted, matter, seconds)
+            try:
+                voted = self._here(word, matter, seconds, follow)
+            except _C.RankError as missed:
+                if self.leads and missed.rank is not None:
+                    self.leaders.post(missed.rank, matter)
+                raise
+            if voted[0] >= FATAL and follow is None:  # the others need nothing of ours
+                if self.leads:
+                    self.leaders.post(voted[1], matter)
+                return voted
+            return self._over(voted, matter, seconds, follow)
+        finally:
+            self._votes, self._made = self._votes + 1, 0
 
-    def _over(self, voted: Voted, matter: int, seconds: float) -> Voted:
+    def _over(self, voted: Voted, matter: int, seconds: float, follow: Follow | None) -> Voted:
         """The same of all machines, which the first rank here learns and tells."""
         word, failure = _NOTHING, None
+        meanwhile = None if follow is None else functools.partial(self._elsewhere, follow)
         if self.leads:
             try:
-                largest, rank, same = self.leaders.largest(*voted[:2], matter, voted[2])
+                largest, rank, same = self.leaders.largest(*voted[:2], matter, voted[2], meanwhile)
                 word = _packed(largest, rank) * 2 + same
             except _C.RankError as missed:
                 failure = missed
                 self.others.relay(str(missed).partition(_C.see("rank-failed"))[0])
                 word = _LOST + (0 if missed.rank is None else missed.rank + 1)
         try:
-            told, leader, _ = self._here(word, matter, 2 * seconds + 10.0)
+            told, leader, _ = self._here(word, matter, 2 * seconds + 10.0, follow)
         except _C.RankError as missed:
             raise (failure or missed) from None
         if failure is not None:
@@ -274,23 +327,36 @@ class Nodes:
             )
         return *_unpacked(told // 2), bool(told % 2)
 
-    def _here(self, word: int, matter: int, seconds: float) -> Voted:
+    def _here(self, word: int, matter: int, seconds: float, follow: Follow | None) -> Voted:
         """A vote of this machine alone, which ends when ranks of another one miss somebody."""
         until = time.monotonic() + seconds
-        look = _LOOKS
-        ended, largest, rank, same = self.within.own.cast(word, matter, look)
-        while ended in (_LATE, _STOPPED) and time.monotonic() < until:
-            missing = self.within.ranks[rank]
-            if self.others.is_asked() and not self.others.has_answered(missing):
-                self.others.saw(missing, _WAITED[ended], ended == _LATE)
-                raise self.others.missed("ranks of another machine miss a rank")
-            look = min(2 * look, 1.0)
-            ended, largest, rank, same = self.within.own.go_on(look)
+        looks = follow is not None and self.leads  # at other machines, again and again
+        rest = _MOMENT if looks else _LOOKS
+        asks = time.monotonic() + _LOOKS
+        ended, largest, rank, same = self.within.own.cast(word, matter, rest, True)
+        while ended == _BEHIND or (ended in (_LATE, _STOPPED) and time.monotonic() < until):
+            if ended == _BEHIND and follow is not None:
+                follow(largest)
+            elif not (looks and follow is not None and self._elsewhere(follow)):
+                due = time.monotonic() >= asks
+                self._check(ended, self.within.ranks[rank], due)
+                asks += _LOOKS if due else 0.0
+                rest = rest if looks else min(2 * rest, 1.0)
+            ended, largest, rank, same = self.within.own.go_on(rest)
         if ended != _CAME:
             raise self.within._missing(ended, rank)
         return largest, self.within.ranks[rank], bool(same)
 
+    def _check(self, ended: int, missing: int, asks: bool) -> None:
+        """Is a rank of this machine that has not come not to be waited for?"""
+        if _C._Vote.look(*self.others.told[missing]["process"]) == PROCESS_DEAD:
+            raise self.within._missing(_DEAD, self.within.ranks.index(missing))
+        if asks and self.others.is_asked() and not self.others.has_answered(missing):
+            self.others.saw(missing, _WAITED[ended], ended == _LATE)
+            raise self.others.missed("ranks of another machine miss a rank")
+
     def give_up(self, matter: int) -> None:
+        self._votes, self._made = self._votes + 1, 0
         self.within.give_up(matter)
         if self.leads:
             self.leaders.give_up(matter)

@@ -29,7 +29,7 @@ from .. import _C
 from .others import Others, error
 from .ways import AGAIN, FATAL, FINE, Follow, Gloo, Nodes, Shared, memory_bytes
 
-PROTOCOL = 4  # what ranks say to each other; grows when that changes
+PROTOCOL = 5  # what ranks say to each other; grows when that changes
 _SHARED = "/dev/shm"
 _generations = itertools.count()
 _COLLECTIVES = (
@@ -158,7 +158,7 @@ class World:
     def _connect(self) -> Shared | Gloo | Nodes:
         """Shared memory where the ranks of each machine can have it, else a gloo group of all."""
         nodes = self.others.nodes
-        memory = self._share() if len(nodes) < self.size or self.size == 1 else None
+        memory = self._share()
         if memory is None:
             group = dist.new_group(backend="gloo", timeout=self.patience)
             return Gloo(self.others, self.patience, group)
@@ -221,8 +221,15 @@ class World:
         self._store.wait([key], self.patience)
         return bytes(self._store.get(key))
 
-    def begin(self) -> None:
-        """A call that is agreed on."""
+    @property
+    def follows(self) -> bool:
+        """Can ranks tell each other of the steps that they make together?"""
+        return not isinstance(self._way, Gloo)
+
+    def begin(self, follows: bool) -> None:
+        """A call that is agreed on, of a model that is sharded or of another one."""
+        if isinstance(self._way, Nodes):
+            self._way.follows = follows
         self.calls += 1
         self.others.call = self.calls
 

@@ -138,8 +138,8 @@ MUTANTS = [
         "other-machines-not-told",
         "a rank that is missed on its machine is missed on the others",
         "oomkit/_ranks/ways.py",
-        "            if self.leads and missed.rank is not None:\n",
-        "            if self.leads and missed.rank is None:\n",
+        "                if self.leads and missed.rank is not None:\n",
+        "                if self.leads and missed.rank is None:\n",
         (
             "ranks/test_world.py::"
             "test_a_rank_that_does_not_come_is_named_on_all_machines[2 + 2-kill-3]",
@@ -187,5 +187,13 @@ MUTANTS = [
         "        return [self.nothing_used, *found] if self.first else found\n",
         "        return found\n",
         ("ranks/test_steps.py::test_a_static_graph_is_as_with_torch_alone",),
+    ),
+    Mutant(
+        "gathers-of-other-machines-not-followed",
+        "who waits in a vote takes part in what ranks of other machines gather",
+        "oomkit/_ranks/ways.py",
+        "            if at == self._at():\n",
+        "            if at == self._at() and machine < 0:\n",
+        (f"{STEPS}::test_it_reaches_ranks_of_other_machines_in_their_gathers[[1, 1]]",),
     ),
 ]

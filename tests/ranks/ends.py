@@ -50,7 +50,10 @@ class Ends:
 def one_end(how: str, sharded: bool, seed: int) -> Ends:
     draw = random.Random(seed)
     world = 4 if draw.random() < 0.1 else 2
-    given = {"how": how, "sharded": sharded, "option": draw.choice(OPTIONS[sharded]), "seed": seed}
+    option = draw.choice(OPTIONS[sharded])
+    machines = draw.choice((1, 1, 2))
+    given = {"how": how, "sharded": sharded, "option": option, "seed": seed}
+    given["nodes"] = [world // machines] * machines
     found = Ends(1)
     with started("programs_ends:one_ends", world, 100.0, **given) as (processes, folder, finish):
         if how == "stop":
@@ -85,11 +88,12 @@ def ends(how: str, sharded: bool, numbers: range, seed: int) -> Ends:
 
 def table(found: dict[tuple[bool, str], Ends], seed: int, said: list[str]) -> str:
     lines = [
-        "One rank that ends at a random place of a step, of 2 ranks or (one in ten) 4, in two of",
-        "three of them with an out-of-memory error on some rank in the same step. Each other rank",
-        f"must get an error that names it, within {LIMIT:.0f} seconds: RankError, or torch's error",
-        "with a note. Seconds are from the end of the one to the error of the other; for one that",
-        f"is stopped the {PATIENCE:.0f} that the process group was told to wait are in them.",
+        "One rank that ends at a random place of a step, of 2 ranks or (one in ten) 4, one in",
+        "three on two machines, in two of three of them with an out-of-memory error on some rank",
+        f"in the same step. Each other rank must get an error that names it, within {LIMIT:.0f}",
+        "seconds: RankError, or torch's error with a note. Seconds are from the end of the one to",
+        f"the error of the other; for one that is stopped the {PATIENCE:.0f} that the process",
+        "group was told to wait are in them.",
         "",
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"seed {seed}",

@@ -62,6 +62,7 @@ def _own(frame: Any) -> bool:
 def one_ends(rank: Rank) -> dict[str, Any]:
     """The last steps of a program, of which one rank sees only a part."""
     given = rank.arguments
+    rank.votes_by()
     rank.join(PATIENCE)
     torch.set_default_dtype(torch.float64)
     logging.disable(logging.CRITICAL)

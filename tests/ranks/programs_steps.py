@@ -312,6 +312,7 @@ def _refused_fsdp(how: str) -> Any:
         "fsdp, replicas": lambda: model.set_requires_all_reduce(False),
         "fsdp, open": lambda: model.set_is_last_backward(False),
         "fsdp, another torch": lambda: _needs("a_name_of_another_torch"),
+        "fsdp, no memory": lambda: None,
         "fsdp, hook": lambda: model.set_all_reduce_hook(lambda tensor: None),
     }[how]()
     return model
@@ -319,6 +320,7 @@ def _refused_fsdp(how: str) -> Any:
 
 def refused(rank: Rank) -> list[str]:
     """What is not agreed on, found at the first call, which runs as it is."""
+    rank.votes_by()
     rank.join()
     found = []
     for how in rank.arguments["how"]:

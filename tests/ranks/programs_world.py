@@ -51,7 +51,7 @@ def fatal(rank: Rank) -> str:
     world.vote(ways.FINE, 1)
     if rank.rank == rank.arguments["victim"]:
         world.give_up("ValueError: no such label", 2)
-        world.begin()
+        world.begin(False)
         Path(f"{rank.store}-begun").touch()
         return "gave up"
     _wait_for(Path(f"{rank.store}-begun"))

@@ -75,3 +75,16 @@ def test_four_ranks_sharded(options: list[str]) -> None:
 def test_where_not_all_ranks_share_memory(world: int, given: dict[str, object]) -> None:
     stride = 1 if WHOLE else 9 if world == 2 else 30
     _sweep("programs_ddp", world, ["plain", "norm"], kinds=["last"], at=[1], stride=stride, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [([o], nodes) for o in programs_fsdp.OPTIONS for nodes in ([1, 1], [2, 2])]
+    if WHOLE
+    else [(["plain", "uneven"], [1, 1]), (["parts"], [2, 2]), (["hsdp"], [1, 3])],
+    ids=str,
+)
+def test_ranks_of_several_machines_sharded(options: list[str], nodes: list[int]) -> None:
+    stride = 4 * sum(nodes) if WHOLE else 30 * sum(nodes)
+    given = {"kinds": ["last", "pair"], "at": [1], "stride": stride, "nodes": nodes}
+    _sweep("programs_fsdp", sum(nodes), options, **given)

@@ -139,6 +139,21 @@ def test_it_reaches_ranks_of_other_machines_in_their_reduction(
         assert seconds < 5.0
 
 
+@pytest.mark.parametrize("nodes", [[1, 1], [2, 2]], ids=str)
+def test_it_reaches_ranks_of_other_machines_in_their_gathers(nodes: list[int]) -> None:
+    found = results_of("programs_steps:caught", sum(nodes), nodes=nodes, sharded=True)
+    for rank, (said, seconds) in enumerate(found):
+        error = "ValueError: a label that there is not"
+        third = error if rank == 1 else f"RankError: rank 1 cannot continue: {error}"
+        assert [message_of(text) for text in said] == ["nothing", "nothing", third, "nothing"]
+        assert seconds < 5.0
+
+
+def test_shards_need_memory_that_ranks_of_a_machine_share() -> None:
+    for found in results_of("programs_steps:refused", 2, gloo=True, how=["fsdp, no memory"]):
+        assert "fully_shard() needs memory that ranks of a machine can share" in found[0]
+
+
 def test_ranks_of_several_machines_that_fail_alike_have_their_own_errors() -> None:
     found = results_of("programs_steps:caught", 4, nodes=[2, 2], fail=[0, 1, 3], early=True)
     for rank, (said, _) in enumerate(found):

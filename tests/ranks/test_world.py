@@ -19,7 +19,7 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "shared memory of three": (3, "Shared", {}),
     "gloo": (2, "Gloo", {"gloo": True}),
     "gloo of three": (3, "Gloo", {"gloo": True}),
-    "1 + 1": (2, "Gloo", {"nodes": [1, 1]}),
+    "1 + 1": (2, "Nodes", {"nodes": [1, 1]}),
     "2 + 2": (4, "Nodes", {"nodes": [2, 2]}),
     "1 + 3": (4, "Nodes", {"nodes": [1, 3]}),
     "2 + 2 by gloo": (4, "Gloo", {"nodes": [2, 2], "gloo": True}),
