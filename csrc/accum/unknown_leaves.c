@@ -299,7 +299,8 @@ oomkit_unknown_optimizer_begins(PyObject *optimizer)
                 "parameters-not-found"),
             Py_TYPE(optimizer)->tp_name);
     }
-    if (oomkit_ranks_commit(call, OOMKIT_UPDATE_ROOMY) < 0 ||
+    /* What it needs is not known. */
+    if (oomkit_ranks_commit(call, OOMKIT_UPDATE_NEAR) < 0 ||
         oomkit_optimizer_mark_take(call, optimizer, &index) < 0) {
         return -1;
     }

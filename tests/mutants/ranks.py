@@ -196,4 +196,12 @@ MUTANTS = [
         "            if at == self._at() and machine < 0:\n",
         (f"{STEPS}::test_it_reaches_ranks_of_other_machines_in_their_gathers[[1, 1]]",),
     ),
+    Mutant(
+        "unknown-optimizer-not-voted-on",
+        "the update of an optimizer that was not found is voted on once more after it",
+        "csrc/accum/unknown_leaves.c",
+        "OOMKIT_UPDATE_NEAR",
+        "OOMKIT_UPDATE_ROOMY",
+        (f"{UPDATES}::test_it_is_an_error_on_all_where_the_optimizer_is_not_found",),
+    ),
 ]

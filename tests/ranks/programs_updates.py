@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -180,7 +181,12 @@ def one(rank: Rank, given: dict[str, Any]) -> dict[str, Any]:
             options[name] = given[name]
     if given.get("stubborn") and rank.rank == 0:
         options["participants"] = [Stubborn()]
-    step = oomkit.auto_batch(program.step, **options)
+    body: Any = program.step
+    if given.get("hidden"):  # where no search looks
+        box = itertools.repeat(program.step)
+        body = lambda x, y: next(box)(x, y)  # noqa: E731
+        options["model"] = program.models[0]
+    step = oomkit.auto_batch(body, **options)
     step(x[0], y[0])
     before, error = program.state(), ""
     with Votes() as votes, _trouble(given if rank.rank == 1 else {}):

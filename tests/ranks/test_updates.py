@@ -22,6 +22,7 @@ MADE: dict[str, tuple[int, int, dict[str, Any]]] = {
     "roomy": (0, 1, {}),
     "near": (1, 2, NEAR),
     "tight": (2, 2, TIGHT),
+    "not found": (1, 2, {"hidden": True}),
     "asked for": (2, 2, PARTS),
     "two in turn": (2, 0, {"models": 2, "in_turn": True, **PARTS}),
     "a part fails": (2, 2, {"times": 1, **PARTS}),
@@ -64,6 +65,7 @@ BY_EACH_WAY = {"roomy", "asked for", "all again", "error between two"}
 LAST: dict[str, dict[str, Any]] = {
     "half made": {"times": 1, "nth": 3, **NEAR},
     "nothing made": {**GOOD, **NEAR, "ladder": []},
+    "not found": {"times": 1, "nth": 3, "hidden": True},
     "it does not go back": {**GOOD, "stubborn": True, **PARTS},
     "after it": {"errs": "after", **PARTS},
 }
@@ -133,6 +135,13 @@ def test_it_is_an_error_on_all_where_there_are_no_copies(name: str) -> None:
     other, failed = _of(f"last {name}")
     said = "PartialUpdate: Adam.step()" if name == "half made" else "OutOfMemory: a step ran out"
     assert failed["error"].startswith(said) and failed["tight"] == 1
+    assert other["error"].startswith(f"RankError: rank 1 cannot continue: {said}")
+
+
+def test_it_is_an_error_on_all_where_the_optimizer_is_not_found() -> None:
+    other, failed = _of("last not found")
+    said = "PartialUpdate: a step ran out of memory inside the step() of an optimizer that was not"
+    assert failed["error"].startswith(said)
     assert other["error"].startswith(f"RankError: rank 1 cannot continue: {said}")
 
 
