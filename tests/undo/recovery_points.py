@@ -76,11 +76,12 @@ class Lines(Point):
         "profiler.py",
         "recovery_points.py",
         "_dynamo/decorators.py",
-        # Callbacks of weak references, which a collection calls: an error of a trace function in
-        # one breaks CPython 3.11 without oomkit, too.
+        # Callbacks of weak references and of Hypothesis, which a collection calls: an error of a
+        # trace function in one breaks CPython 3.11 without oomkit, too.
         "_dynamo/utils.py",
         "weakref.py",
         "_weakrefset.py",
+        "junkdrawer.py",
     )
     NAMES = ("_use_grad", "profile_hook_step", "wrapper", "run", "state", "evaluate")
 
