@@ -15,7 +15,7 @@ import torch
 
 from .. import _C, sizes
 from .books import Books, completion_tokens, family
-from .rows import Pairs, shapes, together, whole_because
+from .rows import Pairs, Whole, shapes, together, whole_because
 
 __all__ = ["Call", "calls_of", "forget_calls", "own"]
 
@@ -212,7 +212,7 @@ class Call:
     ) -> Any:
         """One micro-batch, or the whole batch, by the trainer's own method."""
         self._runs += 1
-        part = dict(inputs.inputs) if isinstance(inputs, Pairs) else inputs
+        part = dict(inputs.inputs) if isinstance(inputs, (Pairs, Whole)) else inputs
         result = self.books.note(part, lambda: self.method(trainer, model, part, *items, **more))
         if isinstance(inputs, Pairs) and self._name == "prediction_step":
             return together(result, inputs.rows)
@@ -280,12 +280,12 @@ class Call:
     ) -> Any:
         """A batch that has no rows to cut."""
         if self._whole is None:
-            options = {**self._options, "static": ("inputs", "more")}
+            options = {**self._options, "batch": "inputs"}
             function = _function(trainer, self._name, _STEPS[self._name])
             self._whole = _C.auto_batch(function, **options)
         self.books.begin()
         try:
-            result = self._whole(self, trainer, model, inputs, **named)
+            result = self._whole(self, trainer, model, Whole(inputs), **named)
         except _C.OutOfMemory as error:
             text = f"{error.args[0]}\nThe batch was kept whole, for {because}: {shapes(inputs)}"
             error.args = (text,)

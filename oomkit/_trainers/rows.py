@@ -9,7 +9,7 @@ import torch
 
 from .. import _C
 
-__all__ = ["Halves", "Pairs", "shapes", "together", "whole_because"]
+__all__ = ["Halves", "Pairs", "Whole", "shapes", "together", "whole_because"]
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
@@ -48,6 +48,18 @@ class Pairs:
         return Pairs(found)
 
 
+class Whole:
+    """A batch that has no rows to cut: one row."""
+
+    __slots__ = ("inputs",)
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        self.inputs = inputs
+
+    def part(self, start: int, length: int) -> Whole:
+        return self
+
+
 class Halves:
     """A result with 2n rows, of which the first half is of the chosen."""
 
@@ -69,6 +81,9 @@ def _no_part(halves: Halves, start: int, length: int) -> Halves:
 
 _C.register_splitter(
     Pairs, split=lambda pairs, start, length: pairs.part(start, length), size=lambda p: p.rows
+)
+_C.register_splitter(
+    Whole, split=lambda whole, start, length: whole.part(start, length), size=lambda whole: 1
 )
 _C.register_splitter(Halves, split=_no_part, size=lambda h: len(h.value) // 2, join=Halves.join)
 

@@ -188,17 +188,39 @@ def test_an_odd_number_of_rows_is_no_pairs() -> None:
         trainer.training_step(trainer.model, inputs, None)
 
 
-def test_sequences_packed_into_one_row_are_kept_whole() -> None:
+PACKED = {
+    "packing": {"packing": True, "max_length": 16, "per_device_train_batch_size": 2},
+    "padding_free": {"padding_free": True, "max_length": None},
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("method", ["training_step", "prediction_step"])
+def test_sequences_packed_into_one_row_survive_in_one(name: str, method: str) -> None:
+    """They are never cut: the ladder is what is left, and its result is the very same."""
+
     def make() -> Any:
-        return sft(padding_free=True, max_length=None)
+        return sft(**PACKED[name])
 
-    def ladderless(trainer: Any) -> Any:
-        return protect(trainer, ladder=())
+    seen = sweep(make, method, 2, limit=0.0, times=(1, None))
+    assert not seen["split"] and seen["repeated"], seen
 
-    failed, arm, _ = run(make, ladderless, number=2, fault={"nth": 40, "times": None})
-    assert arm.fired
-    assert isinstance(failed.error, oomkit.OutOfMemory), failed.error
-    assert "The batch was kept whole" in str(failed.error)
+
+@pytest.mark.parametrize("name", PACKED)
+def test_sequences_packed_into_one_row_are_kept_whole(name: str) -> None:
+    def make() -> Any:
+        return sft(**PACKED[name])
+
+    for options in {}, {"ladder": ()}:
+        failed, arm, _ = run(
+            make,
+            lambda trainer: protect(trainer, **options),  # noqa: B023
+            number=2,
+            fault={"nth": 40, "times": None},
+        )
+        assert arm.fired and not arm.changed
+        assert isinstance(failed.error, oomkit.OutOfMemory), failed.error
+        assert "The batch was kept whole, for sequences are packed into" in str(failed.error)
 
 
 @pytest.mark.parametrize("make", [lambda: kto(loss_type="kto")])
