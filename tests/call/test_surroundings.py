@@ -73,6 +73,7 @@ def test_distributed_data_parallel_is_retried(wrapper: Any) -> None:
 def test_what_is_not_agreed_on_says_so_at_once() -> None:
     model = MLP()
     spread = nn.parallel.DistributedDataParallel(model, static_graph=True)
+    spread._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     with pytest.warns(oomkit.OomkitWarning, match="out-of-memory error: static_graph"):
         _refused(spread, list(model.parameters()), "other ranks waiting")
 
