@@ -35,21 +35,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .call import (
-    COMMIT,
-    OWN,
-    PATIENCE,
-    PROOF,
-    REDUCTION,
-    START,
-    UPDATED,
-    Call,
-    refuse_in_parts,
-)
-from .joins import Joined, watch
+from .call import COMMIT, OWN, PATIENCE, REDUCTION, UPDATED, Call, refuse_in_parts
 from .reducer import Reducer, reducer_of, static_refusal
 from .ways import AGAIN, FATAL, FINE, NEVER, STOP
-from .world import World, meet, present
+from .world import World, meet
 
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""
@@ -73,11 +62,8 @@ _looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictiona
 class Agreement(Call):
     """One call of a step over DistributedDataParallel."""
 
-    def __init__(
-        self, world: World, step: object, models: list[Any], joined: Joined | None = None
-    ) -> None:
+    def __init__(self, world: World, step: object, models: list[Any]) -> None:
         super().__init__(world, step)
-        self._joined = joined
         self._reducers = [reducer_of(self, model) for model in models]
         self._whole = True
         # Torch's first reduction of a static graph is another one, and all begin it or none.
@@ -93,8 +79,6 @@ class Agreement(Call):
         self._once = not self._may_overlap and any(model._comm_hooks for model in models)
         self._waits = all(model.require_backward_grad_sync for model in models)
         self._entry()
-        if joined is not None:
-            joined.enter()
         world.present = self
         for reducer in self._reducers:
             reducer.attempt_begins()
@@ -164,11 +148,6 @@ class Agreement(Call):
         due = [reducer for reducer in moved if reducer.due]
         if not due:
             return 0
-        if self._done > 0 and self._joined is not None:
-            raise self.cannot(
-                "its step reduces gradients more than once inside join(), where ranks that have "
-                "left take part once in each call"
-            )
         for reducer in due:
             reducer.ready()
         if (self._done > 0 or self._cautious) and self.asks(FINE, REDUCTION):
@@ -183,31 +162,15 @@ class Agreement(Call):
         """Before an update; 2: others have no part in it; more: how tight one of theirs is."""
         if self._done == 0:
             return 2
-        if self._joined is not None:
-            tight = 0  # what follows the update in join() is torch's affair
-        eased = self.step in self.world.at_ease
         if not self.agreed_commit(tight):
             return 1
-        if self._joined is not None and not self._joined.is_full():
-            self._ease_without_all(eased)
         for reducer in self._reducers:
             reducer.ends()
         return 2 + self.tight if self.tight else 0
 
-    def _ease_without_all(self, eased: bool) -> None:
-        """Those who have left know of no step that it went well, but that one had trouble."""
-        if self.step not in self.world.at_ease:
-            self.world.at_ease.clear()
-        elif not eased:
-            self.world.at_ease.discard(self.step)
-
     def returned(self) -> int:
         """The function has returned, without an update."""
-        if self._joined is not None and self._waits and self._done == 0:
-            due = any(reducer.due for reducer in self._reducers)
-            if self.asks(FINE, START if due else PROOF):  # those who have left wait for it
-                return 1
-        elif self.commit(0) == 1 or self.settle():
+        if self.commit(0) == 1 or self.settle():
             return 1
         for reducer in self._reducers:
             reducer.hand_over()
@@ -273,8 +236,6 @@ class Agreement(Call):
             return False  # nothing begins again
         if not self._whole:
             raise refuse_in_parts(self, name)
-        if self._joined is not None and not self._joined.is_full():
-            raise self.cannot(f"it has come to {name}() of the step's own, and ranks have left it")
         self.own = name
         if self.asks(FINE, OWN):
             raise self.cannot(f"it has come to {name}() of the step's own")
@@ -288,8 +249,6 @@ class Agreement(Call):
     def leave(self, exception: BaseException | None) -> None:
         """The call is over."""
         self.world.present = None
-        if self._joined is not None:
-            self._joined.leave()
         for reducer in self._reducers:
             attributes = reducer.model.__dict__
             attributes["reducer"] = reducer.real
@@ -395,10 +354,11 @@ def _refusal(model: Any) -> str | None:
         return _unknown(model)
     if model.static_graph and (why := static_refusal(model)) is not None:
         return why
-    if model._join_config.enable and (
-        model.static_graph or not model._join_config.is_first_joinable
-    ):
-        return "inside join() its graph is static, or something else is the first that has joined"
+    if model._join_config.enable:
+        return (
+            "inside join() ranks that have no more batches leave, and vote no more: give all ranks "
+            "the same number of batches (DistributedSampler does) instead"
+        )
     if model.mixed_precision is not None:
         return "mixed_precision= of DistributedDataParallel keeps copies of parameters"
     if getattr(model, "_delay_all_reduce_all_params", False) or model._use_python_reducer:
@@ -430,22 +390,6 @@ def _way(models: list[Any]) -> tuple[Any, list[Any], str | None]:
     return kind, models, next((found for found in map(refusal, models) if found is not None), None)
 
 
-def _join(models: list[Any], weighs: bool) -> tuple[str | None, Joined | None]:
-    """Inside join(), where this rank has not left: why a call is not agreed on, or its part."""
-    if len(models) > 1 or weighs:
-        return "inside join() there is more than one model, or global_weight=True", None
-    watch(present)
-    joined = Joined(models[0])
-    if present() is None and not joined.is_full():
-        why = "inside join() a rank has left before the first decorated call of all ranks"
-    elif not meet().shared:
-        why = "inside join() all ranks need to share memory"
-    else:
-        return None, joined
-    joined.goes_on_alone()
-    return why, None
-
-
 def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> Call | None:
     """A call begins over models that are spread over ranks; None: it is not agreed on.
 
@@ -461,18 +405,11 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
     why: str | None = "no model of its is in DistributedDataParallel or fully_shard()"
     if models:
         kind, models, why = _way(models)
-    joined: Joined | None = None
-    if why is None and kind is Agreement and any(m._join_config.enable for m in models):
-        why, joined = _join(models, weighs)
     if why is None:
         world = meet()
         if world.follows or kind is Agreement:
             try:
-                call: Call = (
-                    Agreement(world, step, models, joined)
-                    if kind is Agreement
-                    else kind(world, step, models)
-                )
+                call: Call = kind(world, step, models)
             except RuntimeError as failed:  # of a collective that it begins with
                 world.note(failed)
                 raise

@@ -282,11 +282,6 @@ class World:
             )
         return largest
 
-    def voted_on(self) -> int:
-        """The matter of the last vote, in which this rank voted on any; all share memory."""
-        assert isinstance(self._way, Shared)
-        return self._way.matter()
-
     def gather(self, numbers: list[float], matter: int) -> list[list[float]]:
         """Those of each rank, in a vote of its own: at most 16."""
         return self._way.gather(numbers, lambda: self.vote(FINE, matter))
@@ -373,13 +368,6 @@ def _watch(module: Any, name: str) -> None:
     setattr(module, name, collective)
 
 
-def present() -> World | None:
-    """That of the present default group, if its ranks have met."""
-    initialized = dist.is_available() and dist.is_initialized()
-    group = dist.distributed_c10d._get_default_group() if initialized else None
-    return _present if _present is not None and _present.group() is group else None
-
-
 def meet() -> World:
     """The present default group; its ranks meet in the first call of each."""
     global _present
@@ -388,8 +376,5 @@ def meet() -> World:
         version = sys.modules[__name__.partition(".")[0]].__version__
         _present = World(group, version)
         watch()
-        from . import joins
-
-        joins.watch(present)
     _present.thread = threading.get_ident()
     return _present

@@ -204,21 +204,4 @@ MUTANTS = [
         "OOMKIT_UPDATE_ROOMY",
         (f"{UPDATES}::test_it_is_an_error_on_all_where_the_optimizer_is_not_found",),
     ),
-    Mutant(
-        "who-has-left-waited-for",
-        "a rank that has left takes part in the votes of the others",
-        "oomkit/_ranks/joins.py",
-        "        reduces = Left(world, model).serve()\n",
-        "        reduces = True\n",
-        (f"{STEPS}::test_ranks_leave_as_with_torch_alone[plain True]",),
-    ),
-    Mutant(
-        "divided-by-all-after-some-left",
-        "gradients are divided by the ranks that have not left, where join() says so",
-        "oomkit/_ranks/joins.py",
-        "        model.reducer._set_forward_pass_work_handle("
-        "self.work, model._divide_by_initial_world_size)\n",
-        "",
-        (f"{STEPS}::test_ranks_leave_as_with_torch_alone[plain False]",),
-    ),
 ]

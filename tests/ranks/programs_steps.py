@@ -20,7 +20,7 @@ import oomkit
 from oomkit.testing import inject_oom
 
 from .launch import Rank
-from .programs_ddp import Again, Heads
+from .programs_ddp import Again
 
 
 def _begin(rank: Rank) -> tuple[nn.Module, Any, torch.Tensor, torch.Tensor]:
@@ -281,13 +281,11 @@ def _refused_ddp(how: str) -> Any:
         return DeepSpeedEngine()
     if how == "sparse":
         return DistributedDataParallel(nn.EmbeddingBag(10, 2, sparse=True))
-    given: dict[str, Any] = {"static_graph": how.startswith("static")}
+    given: dict[str, Any] = {"static_graph": how == "static, built-in hook"}
     if how == "subgroup":
         given["process_group"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = DistributedDataParallel(_Rows(), **given)
-    if how == "static, joined":
-        model.join()
-    elif how == "static, built-in hook":
+    if how == "static, built-in hook":
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     elif how == "buffer hook":
         model._register_buffer_comm_hook(None, lambda state, buffers: None)
@@ -511,127 +509,22 @@ def pipelined(rank: Rank) -> list[Any]:
     return [same, [str(w.message) for w in caught if "not retried" in str(w.message)]]
 
 
-class _Uneven:
-    """Steps under join(), of which this rank has more or fewer than others."""
+def joined(rank: Rank) -> str:
+    """Uneven inputs under join(): as torch alone. What is said of it."""
+    model, optimizer, x, y = _begin(rank)
 
-    def __init__(self, rank: Rank, kind: str) -> None:
-        self.kind, self.rank = kind, rank
-        torch.manual_seed(0)
-        norm = nn.BatchNorm1d(8) if kind == "norm" else nn.Identity()
-        net = nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, 2))
-        self.model = DistributedDataParallel(
-            Heads() if kind == "unused" else net,
-            bucket_cap_mb=0.0002,
-            find_unused_parameters=kind == "unused",
-        )
-        if kind == "fp16":
-            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
 
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.decorated = oomkit.auto_batch(self.step, verify=None if kind == "proof" else False)
-
-    def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(100 * self.rank.rank + index)
-        width = 6 if self.kind == "unused" else 4
-        y = torch.randn(4, 3 if self.kind == "unused" else 2, generator=generator)
-        return torch.randn(4, width, generator=generator), y
-
-    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        out = self.model(x, self.rank.rank % 2) if self.kind == "unused" else self.model(x)
-        F.mse_loss(out, y).backward()
-        if self.model.require_backward_grad_sync:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def run(self, step: Any, counts: list[int], fault: Any, **options: Any) -> list[list[float]]:
-        """Two epochs; `fault(index)` is around a step of the first one."""
-        for epoch in range(2):
-            with self.model.join(**options):
-                for index in range(counts[self.rank.rank]):
-                    data = self.batch(index)
-                    around = fault(index) if epoch == 0 else contextlib.nullcontext()
-                    waits = self.kind == "accumulation" and index % 2 == 0
-                    with around, self.model.no_sync() if waits else contextlib.nullcontext():
-                        step(*data)
-        found = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
-        return [t.flatten().tolist() for t in found]
-
-
-def joined(rank: Rank) -> list[Any]:
-    """How far parameters are from those that torch alone gives with ranks that leave, and how many
-    steps were retried on this one, by what fails: phase and place, by rank and step."""
-    given = rank.arguments
-    _begin(rank)
-    found = []
-    expected: dict[str, list[list[float]]] = {}
-    for counts, fails in given["cases"]:
-        options = {"divide_by_initial_world_size": given["divide"]}
-        if str(counts) not in expected:
-            alone = _Uneven(rank, given["kind"])
-            nowhere: Any = lambda index: contextlib.nullcontext()  # noqa: E731
-            expected[str(counts)] = alone.run(alone.step, counts, nowhere, **options)
-
-        def fault(index: int, fails: Any = fails) -> Any:
-            phase, nth = fails.get(f"{rank.rank} {index}", ("", 0))
-            return inject_oom(nth=nth, phase=phase) if phase else contextlib.nullcontext()
-
-        ours = _Uneven(rank, given["kind"])
-        last = ours.run(ours.decorated, counts, fault, **options)
-        far = max(
-            abs(a - b)
-            for one, other in zip(last, expected[str(counts)], strict=True)
-            for a, b in zip(one, other, strict=True)
-        )
-        found.append([far, sum(record.ooms for record in ours.decorated.records)])
-    return found
-
-
-def left(rank: Rank) -> list[str]:
-    """What ranks are told inside join(): of an error of one that has not left, of inputs that are
-    not to be uneven, and of a second reduction in a call."""
-    _begin(rank)
-    found = []
-
-    def epoch(kind: str) -> None:
-        one = _Uneven(rank, "plain")
-
-        @oomkit.auto_batch(verify=False, model=one.model)
-        def step(x: torch.Tensor, y: torch.Tensor, index: int) -> None:
-            one.step(x, y)
-            if kind == "twice":
-                one.step(x, y)
-            if kind == "error" and index == 2:
-                raise ValueError("a label that there is not")
-
-        @oomkit.auto_batch(verify=False, model=one.model)
-        def early(x: torch.Tensor, y: torch.Tensor, index: int) -> None:
-            if index == 2:
-                raise ValueError("a label that there is not")
-            one.step(x, y)
-
-        with one.model.join(throw_on_early_termination=kind == "uneven"):
-            for index in range(1 + 2 * rank.rank):
-                (early if kind == "early" else step)(*one.batch(index), index)
-
-    for kind in ("early", "uneven", "twice"):
-        found.append(_raised(lambda kind=kind: epoch(kind)))
-        dist.barrier()
-    return found
-
-
-def left_at_once(rank: Rank) -> list[Any]:
-    """A rank that has no batch at all, before there was any call of all: as torch alone. What is
-    said of it."""
-    _begin(rank)
-    alone, ours = _Uneven(rank, "plain"), _Uneven(rank, "plain")
-    nowhere: Any = lambda index: contextlib.nullcontext()  # noqa: E731
-    counts = [0, 3]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        last = ours.run(ours.decorated, counts, nowhere)
-    said = " ".join(str(w.message) for w in caught if "not retried" in str(w.message))
-    return [_equal(last, alone.run(alone.step, counts, nowhere)), said]
+        with model.join():  # type: ignore[operator]
+            for _ in range(2 + rank.rank):
+                step(x, y)
+    return " ".join(str(w.message) for w in caught if "not retried" in str(w.message))
 
 
 def caught(rank: Rank) -> list[Any]:

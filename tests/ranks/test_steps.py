@@ -18,7 +18,6 @@ from .launch import ranks_of, results_of
 REFUSED = {
     "sparse": "EmbeddingBag(sparse=True) has sparse gradients",
     "static, built-in hook": "static_graph=True, with a communication hook that is not a function",
-    "static, joined": "inside join() its graph is static",
     "sync batch norm": "SyncBatchNorm communicates inside the forward",
     "tensor parallel": "spread over ranks without fully_shard(), as in tensor parallelism",
     "deepspeed": "ranks's DeepSpeedEngine is not supported",
@@ -31,37 +30,6 @@ REFUSED = {
     "fsdp, hook": "it has a hook for its reduction",
 }
 OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]
-LEAVING: list[Any] = [
-    [[3, 5], {}],
-    [[5, 2], {"0 2": ["backward", 2], "0 4": ["forward", 2]}],
-    [[3, 5], {"1 3": ["backward", 1], "0 1": ["forward", 2]}],
-    [[2, 4], {"0 1": ["backward", 2], "1 1": ["backward", 2], "1 3": ["backward", 3]}],
-    *(
-        [[1, 3], {f"1 {index}": [phase, nth]}]
-        for index, phase, nth in sampled(
-            list(itertools.product((0, 1, 2), ("forward", "backward"), range(1, 5))), 4, "leaving"
-        )
-    ),
-]
-"""Steps by rank, and what fails: places by rank and step."""
-JOINED: dict[str, dict[str, Any]] = {
-    f"{kind} {divide}": {
-        "kind": kind,
-        "divide": divide,
-        "cases": LEAVING[:1] if kind == "norm" else LEAVING,
-    }
-    for kind, divide in sampled(
-        list(
-            itertools.product(
-                ("plain", "unused", "norm", "accumulation", "proof", "fp16"), (True, False)
-            )
-        ),
-        6,
-        "joined",
-        kind=lambda case: case[0],
-        always=lambda case: case[0] == "plain",
-    )
-}
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("split_from_the_start", {}),
     **{
@@ -83,8 +51,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "reported": ("reported", {}),
     "evaluated": ("evaluated", {}),
     "refused": ("refused", {"how": list(REFUSED)}),
-    **{f"joined {name}": ("joined", given) for name, given in JOINED.items()},
-    "left": ("left", {}),
+    "joined": ("joined", {}),
     "static": ("static_graph", {}),
     "static that changes": ("static_that_changes", {}),
     "pipelined": ("pipelined", {}),
@@ -262,50 +229,6 @@ def test_a_pipeline_over_ranks_is_told_of_at_the_first_call() -> None:
         assert all("the stages of a pipeline (torch.distributed.pipelining)" in one for one in said)
 
 
-@pytest.mark.parametrize("name", JOINED)
-def test_ranks_leave_as_with_torch_alone(name: str) -> None:
-    given = JOINED[name]
-    for rank, found in enumerate(_of(f"joined {name}")):
-        assert max(far for far, _ in found) < 1e-12, found
-        for (_, fails), (_, ooms) in zip(given["cases"], found, strict=True):
-            assert (ooms > 0) == any(place.startswith(f"{rank} ") for place in fails)
-
-
-def test_three_of_four_ranks_leave() -> None:
-    cases = [[[3, 1, 4, 2], {}], [[3, 1, 4, 2], {"2 3": ["backward", 2], "0 1": ["forward", 2]}]]
-    for divide in (True, False):
-        for found in results_of(
-            "programs_steps:joined", 4, kind="plain", divide=divide, cases=cases
-        ):
-            assert max(far for far, _ in found) < 1e-12, found
-
-
-def test_who_has_left_is_told_of_errors() -> None:
-    first, second = _of("left")
-    error = "ValueError: a label that there is not"
-    assert message_of(first[0]) == f"RankError: rank 1 cannot continue: {error}"
-    assert second[0] == error
-    assert "Rank 0 exhausted all inputs" in first[1]
-    assert "Detected at least one rank that exhausted inputs" in second[1]
-    for one in (first, second):
-        assert "its step reduces gradients more than once inside join()" in one[2]
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({}, "a rank has left before the first decorated call of all ranks"),
-        ({"gloo": True}, "a rank has left before the first decorated call of all ranks"),
-    ],
-    ids=["at once", "gloo"],
-)
-def test_a_rank_that_has_left_before_all_have_met_is_torchs_affair(given: Any, why: str) -> None:
-    alone, said = results_of("programs_steps:left_at_once", 2, **given)[1]
-    assert alone and why in said
-
-
-def test_ranks_that_leave_need_to_share_memory() -> None:
-    cases = [[[2, 3], {}]]
-    given = {"kind": "plain", "divide": True, "cases": cases, "nodes": [1, 1]}
-    for found in results_of("programs_steps:joined", 2, **given):
-        assert found == [[0.0, 0]]
+def test_uneven_inputs_under_join_are_torchs_affair() -> None:
+    for said in _of("joined"):
+        assert "inside join() ranks that have no more batches leave, and vote no more" in said
