@@ -68,15 +68,26 @@ def test_what_is_no_trainer(function: Any, given: Any, got: str) -> None:
     [
         ({"at": "forward"}, ValueError, r"\('training_step', 'compute_loss'\) or None"),
         ({"inexact": "maybe"}, ValueError, "'error' or 'warn', got 'maybe'"),
-        ({"batch": "inputs"}, TypeError, "got batch=, expected at, .* gradient_safety"),
+        *[
+            ({name: 1}, TypeError, f"got {name}=, expected at, .* auto_batch: .*gradient_safety")
+            for name in ("batch static split join weight global_weight reduction backward".split())
+        ],
         ({"weights": 1}, TypeError, "got weights=, expected at"),
     ],
 )
 def test_options_that_there_are_not(options: Any, error: Any, text: str) -> None:
     made = _made()
+    before = dict(vars(made))
     with pytest.raises(error, match=text):
         protect(made, **options)
-    assert "training_step" not in vars(made)
+    assert vars(made) == before
+
+
+def test_options_that_say_what_the_batch_is_are_not_offered() -> None:
+    with pytest.raises(TypeError) as caught:
+        protect(_made(), batch="inputs")
+    offered = str(caught.value).partition("auto_batch: ")[2].partition("\n")[0].split(", ")
+    assert "rng" in offered and not {"batch", "static", "split", "join"} & set(offered)
 
 
 def test_options_of_auto_batch_are_checked_by_it() -> None:
@@ -228,25 +239,53 @@ def test_a_copy_of_a_trainer_is_one_without_oomkit(replaced: bool) -> None:
     assert "OomkitSizes" not in kinds
 
 
-def test_an_error_of_the_step_passes_and_the_trainer_stays_protected() -> None:
-    made = _made()
-    before = dict(vars(made))
+class Ends(hf.Trainer):
+    """Its first step ends in an error: KeyError, or what oomkit raises."""
 
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise KeyError("broken")
+    by = "step"
 
-    made.compute_loss = broken
-    protect(made)
-    with pytest.raises(KeyError, match="broken"):
-        made.train()
-    unprotect(made)
-    assert vars(made).keys() - before.keys() <= {"compute_loss", *vars(_trained())}
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
+    ) -> Any:
+        if self.by == "step":
+            raise KeyError("broken")
+        if self.by == "split":
+            inputs.pop("labels")
+            pooled = model(**inputs).logits.mean(1)
+            return torch.nn.functional.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
+        return super().compute_loss(model, inputs, return_outputs, **more)
 
 
-def _trained() -> Any:
-    made = _made()
-    made.train()
-    return made
+ERRORS = {"step": KeyError, "split": oomkit.SplitError, "memory": oomkit.OutOfMemory}
+
+
+@pytest.mark.parametrize("place", ["training_step", "compute_loss"])
+@pytest.mark.parametrize("by", ERRORS)
+def test_an_error_leaves_what_it_leaves_without_oomkit(by: str, place: Any) -> None:
+    """The trainer stays protected; after `unprotect` its attributes are those of a plain one."""
+
+    def ended(by: str, protected: bool) -> tuple[Any, set[str]]:
+        made = trainer(lm, tokens(), Ends)
+        made.remove_callback(hf.PrinterCallback)
+        made.by = by
+        before = dict(vars(made))
+        if protected:
+            protect(made, at=place, log=True, accumulation_steps=2 if by == "split" else 1)
+        nth = 40 if by == "memory" else 2**40
+        with inject_oom(nth=nth, times=None), pytest.raises(ERRORS[by]):
+            made.train()
+        if protected:
+            assert place in vars(made) and len(records(made)) == 1
+            unprotect(made)
+        now = vars(made)
+        return made, {name for name in now if now[name] is not before.get(name)}
+
+    (plain_one, its), (made, mine) = ended("step", False), ended(by, True)
+    assert mine == its
+    for name, value in vars(plain_one).items():
+        assert type(vars(made)[name]) is type(value), name
+    kinds = [[type(c) for c in it.callback_handler.callbacks] for it in (made, plain_one)]
+    assert kinds[0] == kinds[1]
 
 
 # --- logs, records, checkpoints ---

@@ -180,21 +180,6 @@ def test_the_loss_of_a_head_is_taken_for_what_it_is(
     assert not differences(reference, outcome, 10 * SINGLE)
 
 
-def test_a_metric_that_no_table_knows_is_a_mean_over_rows(caplog: Any) -> None:
-    from oomkit._trainers.books import Books
-
-    made = sft()
-    books = Books(made)
-    books.begin()
-    for rows, value in ((3, 1.0), (1, 5.0)):
-        inputs = {"input_ids": torch.ones(rows, 4), "labels": torch.ones(rows, 4)}
-        books.note(inputs, lambda value=value: made._metrics["train"]["mine"].append(value))
-    with caplog.at_level("INFO", "oomkit"):
-        books.end()
-    assert made._metrics["train"]["mine"] == [2.0]
-    assert "the metric mine of a split call is a mean over its rows" in caplog.text
-
-
 def test_a_freed_trainer_frees_its_books() -> None:
     made = protect(sft())
     kept = weakref.ref(made)

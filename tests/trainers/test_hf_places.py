@@ -1,0 +1,134 @@
+"""Where `protect` puts itself in trainers of transformers and TRL, and what it does not touch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import FunctionType
+from typing import Any
+
+import pytest
+import transformers as hf
+from hf_models import lm, t5, tokens, trainer
+from hf_runs import plain, run
+from runs import differences
+from test_trl_sweep import dpo, kto, online, reward, sft
+
+import oomkit
+from oomkit.transformers import protect, records, unprotect
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def _seq2seq() -> Any:
+    return trainer(t5, tokens(), hf.Seq2SeqTrainer, arguments_kind=hf.Seq2SeqTrainingArguments)
+
+
+REAL = {
+    "Trainer": lambda: trainer(lm, tokens()),
+    "Seq2SeqTrainer": _seq2seq,
+    "SFTTrainer": sft,
+    "DPOTrainer": dpo,
+    "RewardTrainer": reward,
+    "KTOTrainer": kto,
+    "GRPOTrainer": online,
+    "RLOOTrainer": lambda: online("RLOO"),
+}
+GENERATES = ("GRPOTrainer", "RLOOTrainer")
+METHODS = {"training_step", "compute_loss", "prediction_step"}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_place_in_each_trainer(name: str) -> None:
+    made = REAL[name]()
+    assert type(made).__name__ == name
+    places = {"compute_loss"} if name in GENERATES else {"training_step", "prediction_step"}
+    assert METHODS & vars(protect(made)).keys() == places
+    assert not METHODS & vars(unprotect(made)).keys()
+
+
+def _libraries() -> dict[str, Any]:
+    """Everything that modules of the libraries have, and their classes."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("transformers", "trl", "accelerate", "peft"):
+            continue
+        for key, value in list(vars(module).items()):
+            found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__.startswith(name):
+                for own, each in vars(value).items():
+                    found[f"{name}.{key}.{own}"] = each
+            if isinstance(value, FunctionType) and value.__module__ == name:
+                found[f"{name}.{key}.__code__"] = value.__code__
+    return found
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_no_class_and_no_module_changes(name: str) -> None:
+    run(REAL[name], plain)  # what the libraries load when it is first needed
+    before = _libraries()
+    assert len(before) > 10_000
+    method = "compute_loss" if name in GENERATES else "training_step"
+    outcome, arm, made = run(REAL[name], method=method, number=2, fault={"nth": 40})
+    assert outcome.error is None and arm.fired, outcome.error
+    during = _libraries()
+    unprotect(made)
+    for after in during, _libraries():
+        assert not before.keys() ^ after.keys()
+        assert [key for key, value in before.items() if after[key] is not value] == []
+
+
+def _peak(place: Any, count: int, window: int) -> int:
+    """Bytes that training needs, above those before its first step.
+
+    Args:
+        place: that is protected.
+        count: of micro-batches.
+        window: calls of an update.
+    """
+    made = trainer(
+        lambda: lm(n_embd=64, n_inner=512),
+        tokens(32),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=window,
+        eval_strategy="no",
+    )
+    made.remove_callback(hf.PrinterCallback)
+    protect(made, at=place, accumulation_steps=count)
+    made.training_step = step = oomkit.guard()(made.training_step)
+    made.train()
+    assert {record.accumulation_steps for record in records(made)} == {count}
+    first, *others = step.records  # in the first one, the split is proven
+    return int(max(each.peak_allocated for each in others) - first.baseline)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_training_step_needs_less_memory_than_its_loss(count: int) -> None:
+    """In a window, the loss keeps a second set of gradients until the backward of the trainer."""
+    gradients = sum(p.numel() * p.element_size() for p in lm(n_embd=64, n_inner=512).parameters())
+    step, loss = (_peak(place, count, 2) for place in ("training_step", "compute_loss"))
+    assert step + gradients // 2 < loss
+    step, loss = (_peak(place, count, 1) for place in ("training_step", "compute_loss"))
+    assert step < loss + gradients // 16
+
+
+def test_sequences_of_which_only_numbers_are_given_are_kept_whole() -> None:
+    """The real collator, which packs a batch into one row: `seq_idx`, and no `cu_seq_lens`."""
+    collate = hf.DataCollatorWithFlattening(return_seq_idx=True)
+
+    def make() -> Any:
+        rows = [{"input_ids": row["input_ids"].tolist()} for row in tokens()]
+        return trainer(lm, rows, data_collator=collate, eval_strategy="no")
+
+    assert collate([{"input_ids": [1, 2]}, {"input_ids": [3]}]).keys() >= {"seq_idx"}
+    reference, _, _ = run(make, plain)
+    outcome, arm, made = run(make, number=2, fault={"nth": 30})
+    assert arm.fired and {record.accumulation_steps for record in records(made)} == {1}
+    assert not differences(reference, outcome, 0.0)
+    failed, _, _ = run(make, number=2, fault={"nth": 30, "times": None})
+    assert isinstance(failed.error, oomkit.OutOfMemory)
+    said = r"kept whole, for sequences are packed into one row \(seq_idx\): .*seq_idx \[1, 48\]"
+    assert re.search(said, str(failed.error)), failed.error
