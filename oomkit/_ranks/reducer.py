@@ -114,7 +114,8 @@ class Reducer:
         self._entry = self._gradients() if self.finds else []
 
     def micro_begins(self) -> None:
-        """A micro-batch, for real or for a proof."""
+        """A micro-batch, for real or for a proof: the last one's forward and backward reduce."""
+        self.due = False
 
     def backward_begins(self) -> None:
         self._before = self._gradients()
@@ -268,6 +269,7 @@ class StaticReducer(Reducer):
             self._watch()
 
     def micro_begins(self) -> None:
+        super().micro_begins()
         self._most = [max(both) for both in zip(self._most, self._now, strict=True)]
         self._now, self._counts = [0] * len(self.params), False
 

@@ -204,4 +204,12 @@ MUTANTS = [
         "OOMKIT_UPDATE_ROOMY",
         (f"{UPDATES}::test_it_is_an_error_on_all_where_the_optimizer_is_not_found",),
     ),
+    Mutant(
+        "earlier-forward-still-due",
+        "a backward under no_sync() reduces nothing, whatever an earlier micro-batch has run",
+        "oomkit/_ranks/reducer.py",
+        "        self.due = False\n\n    def backward_begins",
+        "        pass\n\n    def backward_begins",
+        (f"{STEPS}::test_the_backward_of_a_step_that_synchronises_is_the_same_in_micro_batches",),
+    ),
 ]

@@ -84,6 +84,37 @@ def split_from_the_start(rank: Rank) -> list[Any]:
     return [_equal(_gradients(model), expected), step.records[-1].accumulation_steps]
 
 
+def synchronised_in_part(rank: Rank) -> list[float]:
+    """Steps with two backwards, of which the first one synchronises nothing; one rank fails."""
+    _, _, x, y = _begin(rank)
+    found = []
+    for phase, nth in (("forward", 2), ("backward", 2), ("backward", 6)):
+        trained = []
+        for decorated in (False, True):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(
+                x: torch.Tensor, y: torch.Tensor, model: Any = model, optimizer: Any = optimizer
+            ) -> None:
+                optimizer.zero_grad()
+                with model.no_sync():
+                    F.mse_loss(model(x), y).backward()
+                F.mse_loss(model(2 * x), y).backward()
+                optimizer.step()
+
+            if decorated:
+                step = oomkit.auto_batch(step, verify=False)
+            for index in range(3):
+                fails = decorated and index == 1 and rank.rank == 1
+                with inject_oom(nth=nth, phase=phase) if fails else contextlib.nullcontext():
+                    step(x, y)
+            trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        found.append(float((trained[0] - trained[1]).abs().max()))
+    return found
+
+
 def _own(model: nn.Module) -> list[list[float]]:
     """This rank's part of gradients and parameters."""
     found = [t for p in model.parameters() for t in (p.grad, p.detach()) if t is not None]

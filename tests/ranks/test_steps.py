@@ -46,6 +46,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "caught, sharded": ("caught", {"sharded": True}),
     "clipped": ("clipped", {}),
     "cleared": ("cleared", {}),
+    "in part": ("synchronised_in_part", {}),
     "first gather": ("first_gather", {}),
     "accumulated": ("accumulated", {}),
     "reported": ("reported", {}),
@@ -87,6 +88,11 @@ def test_a_loss_that_is_returned_is_torchs_affair() -> None:
         right, said = one.result
         assert right == [True] * 3
         assert "call backward() inside the step" in said
+
+
+def test_the_backward_of_a_step_that_synchronises_is_the_same_in_micro_batches() -> None:
+    for found in _of("in part"):
+        assert max(found) < 1e-12
 
 
 @pytest.mark.parametrize(("fails", "phase"), [(f, p) for f, p, _ in OWN])
