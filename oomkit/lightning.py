@@ -116,7 +116,7 @@ class _Parts:
         if not names:
             return
         self.log = ModuleLog(module)
-        module.log = self.log
+        self.log.put()
         for name in names:
             known = self.sizes.get(name)
             call = ModuleCall(module, trainer, name, self.log, self.options, known)

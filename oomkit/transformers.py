@@ -16,9 +16,10 @@ from typing import Any, Literal, TypeVar
 from . import _C
 from ._trainers import names, refusals
 from ._trainers.books import Books
-from ._trainers.calls import Call, calls_of, forget_calls
+from ._trainers.calls import Call, calls_of
 from ._trainers.kept_state import begin, sizes_class
 from ._trainers.logs import Log
+from ._trainers.placed import placed_in
 
 __all__ = ["protect", "records", "unprotect"]
 
@@ -148,7 +149,10 @@ def protect(
     for call in calls:
         call.check(it)
     for call in calls:
-        call.put(before)
+        call.put()
+        for known in before:
+            if known.name == call.name:
+                call.load_sizes(known.sizes())
     it.add_callback(sizes().of(it))
     if log:
         Log(it).put()
@@ -162,11 +166,9 @@ def unprotect(trainer: _T, /) -> _T:
     """
     _checked("unprotect", trainer)
     it: Any = trainer
-    for call in calls_of(it):
-        call.remove()
-    forget_calls(it)
+    for each in placed_in(it):
+        each.remove()
     it.remove_callback(sizes_class())
-    Log.remove(it)
     return trainer
 
 

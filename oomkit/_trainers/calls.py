@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import types
 import warnings
 import weakref
@@ -15,12 +14,12 @@ import torch
 
 from .. import _C, sizes
 from .books import Books, completion_tokens, family
+from .placed import Placed, placed_in
 from .rows import Pairs, Whole, shapes, together, whole_because
 
-__all__ = ["Call", "calls_of", "forget_calls", "own"]
+__all__ = ["Call", "calls_of", "own"]
 
 _PAIRED = ("DPOTrainer", "RewardTrainer")
-_HERE = "_oomkit_calls"  # in a protected trainer's dictionary
 _KEPT = 1024  # records of earlier models
 _SILENT = 3  # split calls in a row whose loss is not finite, so that it proves nothing
 _SUMS = ("cispo", "dapo", "vespo")  # of GRPO: divided by the tokens of the whole window
@@ -126,7 +125,7 @@ def _labels(trainer: Any, inputs: Any) -> float:
     return float(len(first))
 
 
-class Call:
+class Call(Placed):
     """Stands in a trainer's dictionary in place of one of its methods.
 
     Args:
@@ -147,12 +146,10 @@ class Call:
         evaluation: bool,
         begin: Callable[[Any], None],
     ) -> None:
-        self._trainer: Callable[[], Any] = weakref.ref(trainer)
-        self._name = name
+        super().__init__(trainer, name)
         self._family = family(trainer)
         self._paired = self._family in _PAIRED
         self._evaluation = evaluation
-        self._replaced = vars(trainer).get(name)
         self.method = own(trainer, name)
         self.books = books
         given = options.get("participants", ())
@@ -178,12 +175,6 @@ class Call:
         self._whole: Any = None
         self._shown = False  # a split call's loss was finite
 
-    def __reduce__(self) -> Any:
-        """In a copy of the trainer: the method of that trainer, without oomkit."""
-        if self._replaced is None:
-            return getattr, (self._trainer(), self._name)
-        return operator.getitem, ((self._replaced,), 0)
-
     def begins(self, trainer: Any) -> None:
         """A training begins: of another model nothing is proven, though sizes may be the same."""
         self.seen = trainer.state
@@ -196,7 +187,7 @@ class Call:
 
     def _make(self, name: str, evaluates: bool) -> Any:
         options = {**self._options, "batch": "inputs"}
-        trainer = self._trainer
+        trainer = self._owner
         function = _function(trainer(), name, _STEPS[name])
         kind = getattr(trainer(), "loss_type", None)
         if self._family == "GRPOTrainer" and kind == "bnpo":
@@ -221,7 +212,7 @@ class Call:
     # --- what the loop calls ---
 
     def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        trainer = self._trainer()
+        trainer = self._owner()
         if trainer.state is not self.seen:
             self._begin(trainer)
         names = _POSITIONAL[self._name]
@@ -324,24 +315,6 @@ class Call:
                 f"{_C.see('trainers')}"
             ) from None
 
-    def put(self, before: list[Call]) -> None:
-        """In place of the trainer's own; what an earlier one has found is used again."""
-        trainer = self._trainer()
-        setattr(trainer, self._name, self)
-        vars(trainer).setdefault(_HERE, []).append(self)
-        for call in before:
-            if call.name == self._name:
-                self.load_sizes(call.sizes())
-
-    def remove(self) -> None:
-        """The trainer's own method again."""
-        trainer = self._trainer()
-        if vars(trainer).get(self._name) is not self:
-            return  # somebody has put a function around it, which stays
-        del vars(trainer)[self._name]
-        if self._replaced is not None:
-            setattr(trainer, self._name, self._replaced)
-
     def sizes(self) -> dict[str, Any]:
         """What fits, as plain values."""
         state: dict[str, Any] = self.step.state_dict()
@@ -365,9 +338,4 @@ _TAKES = {
 
 def calls_of(trainer: Any) -> list[Call]:
     """The protected methods of a trainer; a copy of a trainer has none."""
-    return [call for call in vars(trainer).get(_HERE, ()) if isinstance(call, Call)]
-
-
-def forget_calls(trainer: Any) -> None:
-    """A trainer, or a copy of one, that is no longer protected."""
-    vars(trainer).pop(_HERE, None)
+    return [each for each in placed_in(trainer) if isinstance(each, Call)]

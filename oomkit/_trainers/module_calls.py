@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from .. import _C
 from .module_log import ModuleLog
+from .placed import Placed
 
 __all__ = ["ModuleCall"]
 
@@ -31,7 +31,7 @@ class _Hooks:
             self._own[1]()
 
 
-class ModuleCall:
+class ModuleCall(Placed):
     """Stands in a module's dictionary in place of one of its steps.
 
     Args:
@@ -52,12 +52,12 @@ class ModuleCall:
         options: Mapping[str, Any],
         sizes: dict[str, Any] | None,
     ) -> None:
-        self._module, self._trainer = weakref.ref(module), weakref.ref(trainer)
-        self._name, self._log, self._options = name, log, options
-        self._replaced = vars(module).get(name)
+        super().__init__(module, name)
+        self._trainer = weakref.ref(trainer)
+        self._log, self._options = log, options
         self._sizes = sizes
         self._step: Any = None  # made when there are optimizers
-        self._unbound = vars(module).get(name) is None
+        self._unbound = self._replaced is None
         self._function = getattr(type(module), name) if self._unbound else self._replaced
         log.steps.add(self.__code__)
 
@@ -65,7 +65,7 @@ class ModuleCall:
 
     @property
     def __wrapped__(self) -> Any:
-        return self._function.__get__(self._module()) if self._unbound else self._function
+        return self._function.__get__(self._owner()) if self._unbound else self._function
 
     @property
     def __code__(self) -> Any:
@@ -74,20 +74,14 @@ class ModuleCall:
             step = step.func
         return step.__code__
 
-    def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module: the step of that module, without oomkit."""
-        if self._unbound:
-            return getattr, (self._module(), self._name)
-        return operator.getitem, ((self._replaced,), 0)
-
     @property
     def is_manual(self) -> bool:
-        module: Any = self._module()
+        module: Any = self._owner()
         return self._name == "training_step" and not module.automatic_optimization
 
     def _made(self) -> Any:
         trainer: Any = self._trainer()
-        module: Any = self._module()
+        module: Any = self._owner()
         given = self._options.get("participants", ())
         given = list(given) if isinstance(given, (list, tuple)) else [given]
         options = {
@@ -127,7 +121,7 @@ class ModuleCall:
         if self._step is None:
             self._step = self._made()
         if self._unbound:
-            args = (self._module(), *args)
+            args = (self._owner(), *args)
         if self._log.collects:  # another step has called this one
             return self._function(*args, **kwargs)
         self._log.begin()
@@ -153,15 +147,3 @@ class ModuleCall:
         self._sizes = sizes
         if self._step is not None and sizes is not None:
             self._step.load_state_dict(sizes)
-
-    def put(self) -> None:
-        """In place of the module's own."""
-        setattr(self._module(), self._name, self)
-
-    def remove(self) -> None:
-        """The module's own step again."""
-        module = self._module()
-        if module is not None and vars(module).get(self._name) is self:
-            delattr(module, self._name)
-            if self._replaced is not None:
-                setattr(module, self._name, self._replaced)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 import types
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
+from .placed import Placed
 
 __all__ = ["ModuleLog"]
 
@@ -50,7 +49,7 @@ def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     return sum(v * (w / total) for v, w in zip(values, weights, strict=True))
 
 
-class ModuleLog:
+class ModuleLog(Placed):
     """Stands in a module's dictionary in place of `log`; a participant of its steps.
 
     Args:
@@ -58,17 +57,10 @@ class ModuleLog:
     """
 
     def __init__(self, module: Any) -> None:
-        self._module = weakref.ref(module)
-        self._replaced = vars(module).get("log")
+        super().__init__(module, "log")
         self._entries: dict[str, list[_Entry]] = {}
         self._collects = False
         self.steps: set[types.CodeType] = set()  # code of the protected steps
-
-    def __reduce__(self) -> Any:
-        """In a copy or a pickle of the module: the `log` of that module, without oomkit."""
-        if self._replaced is None:
-            return getattr, (self._module(), "log")
-        return operator.getitem, ((self._replaced,), 0)
 
     @property
     def collects(self) -> bool:
@@ -97,7 +89,7 @@ class ModuleLog:
         self._entries.setdefault(name, []).append(_Entry(now.index, kept, weight, args, kwargs))
 
     def _pass_on(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        module = self._module()
+        module = self._owner()
         if self._replaced is not None:
             self._replaced(name, value, *args, **kwargs)
         elif module is not None:
@@ -157,14 +149,6 @@ class ModuleLog:
         if kind == "sum" or (set(weights) == {1.0} and _is_loss(sum(values), result)):
             return sum(values)
         return _mean(values, weights)
-
-    def remove(self) -> None:
-        """The module's own again."""
-        module = self._module()
-        if module is not None and vars(module).get("log") is self:
-            del module.log
-            if self._replaced is not None:
-                module.log = self._replaced
 
 
 def _is_loss(value: Any, result: Any) -> bool:

@@ -218,6 +218,28 @@ def test_pickles_of_the_model_hold_nothing_of_ours() -> None:
     assert b"oomkit" not in pickle.dumps(made.model)
 
 
+@pytest.mark.parametrize("place", ["training_step", "compute_loss"])
+def test_a_shallow_copy_of_a_trainer_is_one_without_oomkit(place: Any) -> None:
+    """It shares what the trainer has, but not the methods that are protected."""
+
+    class Numbered(hf.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().compute_loss(model, inputs, *args, **more)
+
+    made = trainer(lm, tokens(), Numbered)
+    before = vars(made).keys() - {"calls"}
+    copied = copy.copy(protect(made, log=True, at=place, accumulation_steps=2))
+    assert records(copied) == () and vars(copied).keys() == before
+    copied.remove_callback(hf.PrinterCallback)
+    copied.train()
+    assert copied.calls == 6 and not hasattr(made, "calls") and records(made) == ()
+    protect(copied).train()
+    assert len(records(copied)) == 6 and records(made) == ()
+    assert unprotect(made).model is copied.model and records(copied)
+    assert vars(made).keys() == before
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_copy_of_a_trainer_is_one_without_oomkit(replaced: bool) -> None:
     """Its methods are its own: not those of the trainer that it was made of."""

@@ -342,6 +342,9 @@ class Copies(lightning.Callback):
         pickled = pickle.dumps(pl_module)
         assert b"oomkit" not in pickled
         self.kept += [copy.deepcopy(pl_module), pickle.loads(pickled)]
+        shallow = copy.copy(pl_module)
+        shallow._modules = copy.deepcopy(pl_module._modules)  # else its parameters are the same
+        self.kept.append(shallow)
         self.kept.append(torch.load(saved, weights_only=False))
 
 
@@ -354,7 +357,7 @@ def test_copies_and_pickles_of_a_module_in_training_are_their_own(replaced: bool
     fit(trainer([AutoBatch(accumulation_steps=2), copies]), module)
     (x, y), *_ = loader()
     before = module.predict_step((x, y), 0)
-    assert len(copies.kept) == 3
+    assert len(copies.kept) == 4
     for each in copies.kept:
         torch.nn.init.zeros_(each.net[2].weight)
         torch.nn.init.zeros_(each.net[2].bias)
@@ -364,6 +367,28 @@ def test_copies_and_pickles_of_a_module_in_training_are_their_own(replaced: bool
         trainer([AutoBatch(accumulation_steps=2)]).fit(each, loader())
         assert each.net[2].weight.any()
     assert torch.equal(module.predict_step((x, y), 0), before)
+
+
+def test_a_class_that_copies_itself() -> None:
+    """Its `__deepcopy__` sees what stands in the dictionary of the module."""
+
+    class Copied(Classifier):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            made = memo[id(self)] = type(self)()
+            made.__dict__.update(copy.deepcopy({**self.__dict__, "_trainer": None}, memo))
+            return made
+
+    module, made = Copied(), []
+    keep = lightning.pytorch.callbacks.LambdaCallback(
+        on_train_epoch_end=lambda _, it: made.append(copy.deepcopy(it))
+    )
+    fit(trainer([AutoBatch(accumulation_steps=2), keep]), module)
+    (x, y), *_ = loader()
+    assert torch.equal(made[0].predict_step((x, y), 0), module.predict_step((x, y), 0))
+    torch.nn.init.zeros_(made[0].net[2].weight)
+    torch.nn.init.zeros_(made[0].net[2].bias)
+    assert not made[0].predict_step((x, y), 0).any()
+    assert "oomkit" not in repr([*vars(made[0]).values()])
 
 
 def _doubled(module: Any, batch: Any, batch_idx: int) -> torch.Tensor:
