@@ -99,7 +99,7 @@ class _Parts:
         if not isinstance(trainer.strategy, self.single):
             raise self.refusal(
                 f"AutoBatch works on one device, got {type(trainer.strategy).__name__}: pass "
-                "devices=1 to the Trainer"
+                "devices=1 and no strategy to the Trainer"
                 f"{_C.see('trainers')}"
             )
         for name in self.steps:

@@ -9,7 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from ignite.engine import Engine, Events, create_supervised_evaluator, supervised_training_step
+from ignite.engine import (
+    Engine,
+    Events,
+    create_supervised_evaluator,
+    create_supervised_trainer,
+    supervised_training_step,
+)
 from ignite.metrics import Accuracy, Loss
 from runs import MODES, Arm, places
 from torch import nn
@@ -68,6 +74,24 @@ def _engine(world: World, wrap: Any) -> None:
     engine.run(world.batches, max_epochs=1)
 
 
+def _created(world: World, wrap: Any, window: int = 1) -> None:
+    """The engine is Ignite's own, and its function is put into place."""
+    engine = create_supervised_trainer(
+        world.model, world.optimizer, F.cross_entropy, gradient_accumulation_steps=window
+    )
+    options = {"gradient_safety": "copy"} if window > 1 else {}
+    step = wrap(engine._process_function, optimizer_safety="parts", **options)
+    engine._process_function = step
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda e: world.seen.append(e.state.output)
+    )
+    engine.run(world.batches, max_epochs=1)
+
+
+def _created_with_accumulation(world: World, wrap: Any) -> None:
+    _created(world, wrap, window=2)
+
+
 def _accumulating(world: World, wrap: Any) -> None:
     def step(engine: Engine, batch: Any) -> float:
         x, y = batch
@@ -120,7 +144,17 @@ def _accelerated(world: World, wrap: Any) -> None:
         world.seen.append(safe(batch))
 
 
-@pytest.mark.parametrize("work", [_engine, _accumulating, _evaluating, _accelerated])
+WORKS = [
+    _engine,
+    _created,
+    _created_with_accumulation,
+    _accumulating,
+    _evaluating,
+    _accelerated,
+]
+
+
+@pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("number", [1, 2, 4])
 @pytest.mark.parametrize("times", MODES)
 def test_an_error_leaves_the_run_as_it_is_without(

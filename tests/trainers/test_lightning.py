@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -187,33 +188,53 @@ def test_a_step_may_call_another_one() -> None:
 # --- what it leaves ---
 
 
-def test_nothing_is_left_after_a_run() -> None:
-    module = Classifier()
-    before = {name for name in vars(module) if "step" in name or name == "log"}
-    used = trainer([AutoBatch()])
-    fit(used, module)
-    assert {name for name in vars(module) if "step" in name or name == "log"} == before
-
-
-def test_nothing_is_left_after_an_error() -> None:
-    class Broken(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+class Broken(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 2:
             raise KeyError("broken")
-
-    module = Broken()
-    with pytest.raises(KeyError, match="broken"):
-        fit(trainer([AutoBatch()]), module)
-    assert not {"training_step", "validation_step", "log"} & vars(module).keys()
+        return loss
 
 
-def test_nothing_keeps_the_module_alive() -> None:
-    module = Classifier()
-    used = trainer([AutoBatch()])
-    fit(used, module)
-    alive = weakref.ref(module)
-    del module, used
-    gc.collect()  # a Trainer of Lightning is a cycle by itself
-    assert alive() is None
+def _ended(kind: Any, used: Any) -> Any:
+    module = kind()
+    if kind is Broken:
+        with pytest.raises(KeyError, match="broken"):
+            fit(used, module)
+    else:
+        fit(used, module)
+    return module
+
+
+@pytest.mark.parametrize("kind", [Classifier, Broken])
+def test_nothing_is_left_after_a_run_or_an_error(kind: Any) -> None:
+    """The module has what it has after the same run without oomkit."""
+    plain = _ended(kind, trainer([]))
+    module = _ended(kind, trainer([AutoBatch(accumulation_steps=2)]))
+    assert vars(module).keys() == vars(plain).keys()
+    for name, value in vars(plain).items():
+        assert type(vars(module)[name]) is type(value), name
+
+
+@pytest.mark.parametrize("kind", [Classifier, Broken])
+def test_nothing_of_ours_keeps_the_module_alive(kind: Any, no_gc: None) -> None:
+    """Lightning's Trainer is a cycle by itself; in what it leaves, only the callback is ours."""
+    ours = AutoBatch(accumulation_steps=2)
+    used = trainer([ours])
+    module = _ended(kind, used)
+    alive, kept = weakref.ref(module), weakref.ref(ours)
+    assert {record.accumulation_steps for record in ours.records} == {2}
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        del module, used, ours
+        gc.collect()
+        found = {type(each) for each in gc.garbage if type(each).__module__.startswith("oomkit")}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert {each.__qualname__ for each in found} == {"AutoBatch", "_Parts"}
+    gc.collect()
+    assert alive() is None and kept() is None
 
 
 # --- bad input ---
@@ -243,8 +264,14 @@ def test_what_is_logged_once_is_not_warned_of(kind: Any) -> None:
 
 
 def test_twice_in_one_trainer() -> None:
-    with pytest.raises((ValueError, RuntimeError), match="twice|same"):
-        fit(trainer([AutoBatch(), AutoBatch()]), Classifier())
+    """Lightning itself takes one callback with a state of each class."""
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `AutoBatch`"):
+        trainer([AutoBatch(), AutoBatch()])
+    used, module = trainer([AutoBatch()]), Classifier()
+    used.callbacks.append(AutoBatch())
+    with pytest.raises(ValueError, match="AutoBatch is in the callbacks of this trainer twice"):
+        fit(used, module)
+    assert not {"training_step", "log", "__reduce_ex__"} & vars(module).keys()
 
 
 def test_a_module_without_such_a_step() -> None:
@@ -275,10 +302,37 @@ def test_a_step_that_takes_the_iterator() -> None:
         fit(trainer([AutoBatch()]), Iterating())
 
 
-def test_a_strategy_of_several_processes() -> None:
-    used = trainer([AutoBatch()], strategy="ddp", devices=1)
-    with pytest.raises(MisconfigurationException, match="works on one device, got DDPStrategy"):
-        AutoBatch()._parts.check(used, Classifier(), type(None))
+PROCESSES = """
+import sys
+import lightning_runs
+from oomkit.lightning import AutoBatch
+class Module(lightning_runs.Classifier):
+    def training_step(self, batch, batch_idx):
+        print("stepped")
+        return super().training_step(batch, batch_idx)
+count, *protected = map(int, sys.argv[1:])
+callbacks = [AutoBatch() for _ in protected]
+used = lightning_runs.trainer(callbacks, strategy="ddp", devices=count)
+used.fit(Module(), lightning_runs.loader())
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_strategy_of_several_processes(count: int, tmp_path: Path) -> None:
+    """A real one: Lightning begins this program again as often as there are devices."""
+    program = tmp_path / "program.py"
+    program.write_text(PROCESSES)
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(oomkit.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", program, str(count), "1"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0 and "stepped" not in done.stdout
+    text = "works on one device, got DDPStrategy: pass devices=1 and no strategy to the Trainer"
+    assert f"MisconfigurationException: AutoBatch {text}" in done.stderr
 
 
 def test_the_class_is_of_the_package_in_use() -> None:

@@ -1,0 +1,138 @@
+"""What a Lightning module logs of uneven batches, and training that goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_runs import CLASSES, FEATURES, Classifier, fit, loader, run, sweep
+from runs import SINGLE, differences
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+UNEVEN = (8, 3, 6, 5)  # rows of the batches
+
+
+def _uneven(sizes: tuple[int, ...] = UNEVEN) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(sum(sizes), FEATURES, generator=generator)
+    y = torch.randint(0, CLASSES, (sum(sizes),), generator=generator)
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    rows = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    return DataLoader(TensorDataset(x, y), batch_sampler=rows)
+
+
+def _fit(used: Any, module: Any) -> None:
+    used.fit(module, _uneven(), _uneven((7, 4)))
+
+
+class Sized(Classifier):
+    """Says how many rows, or how many of another kind, a value is a mean over."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        both = {"on_step": True, "on_epoch": True}
+        self.log("rows", losses.mean(), batch_size=len(x), **both)
+        first = y == 0
+        if first.any():
+            self.log("first", losses[first].mean(), batch_size=int(first.sum()), **both)
+        self.log_dict({"squares": losses.square().mean()}, batch_size=len(x), **both)
+        return losses.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_rows", F.cross_entropy(self.net(x), y), batch_size=len(x))
+
+
+class Reduced(Classifier):
+    """Logs what is no mean, in training."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = self.net(x)
+        both = {"on_step": True, "on_epoch": True, "batch_size": len(x)}
+        self.log("lowest", scores.min(), reduce_fx="min", **both)
+        self.log("highest", scores.max(), reduce_fx=torch.max, **both)
+        self.log("right", (scores.argmax(1) == y).sum().float(), reduce_fx="sum", **both)
+        self.log("rows", float(len(x)), reduce_fx=torch.sum, **both)
+        return F.cross_entropy(scores, y)
+
+
+class Unsized(Classifier):
+    """Lightning counts the rows of the batch by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("again", loss.detach(), on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Sized, Reduced, Unsized])
+@pytest.mark.parametrize("number", [1, 4])
+def test_what_is_logged_of_uneven_batches_survives(kind: Any, number: int) -> None:
+    assert sweep(kind, "training_step", number, work=_fit)["split"]
+
+
+def test_what_is_logged_in_validation_of_uneven_batches_survives() -> None:
+    assert sweep(Sized, "validation_step", 1, work=_fit)["split"]
+
+
+@pytest.mark.parametrize("kind", [Sized, Reduced, Unsized])
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_is_logged_of_uneven_batches_that_are_all_split(kind: Any, count: int) -> None:
+    reference, _, _ = run(kind, protect=False, work=_fit)
+    outcome, _, ours = run(kind, callback={"accumulation_steps": count}, work=_fit)
+    assert {record.accumulation_steps for record in ours.records} == {count}
+    assert not differences(reference, outcome, SINGLE)
+
+
+# --- resumed ---
+
+
+def _checkpoint(path: Path, fault: dict[str, Any] | None) -> Callable[[Any, Any], None]:
+    """Makes a checkpoint, and gives what goes on from it.
+
+    Args:
+        path: of the checkpoint.
+        fault: of the run that ends there, which has no oomkit without one.
+    """
+
+    def first(used: Any, module: Any) -> None:
+        fit(used, module)
+        used.save_checkpoint(path)
+
+    _, arm, _ = run(Classifier, fault is not None, number=2, fault=fault, work=first)
+    assert arm.fired == (fault is not None)
+
+    def resumed(used: Any, module: Any) -> None:
+        used.fit(module, loader(), loader(2, seed=5), ckpt_path=path)
+        assert used.global_step == 8
+
+    return resumed
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_training_that_is_resumed_survives(tmp_path: Path, number: int) -> None:
+    work = _checkpoint(tmp_path / "plain.ckpt", None)
+    assert sweep(Classifier, "training_step", number, work=work, max_epochs=2)["split"]
+
+
+def test_a_training_that_is_resumed_with_its_sizes_survives(tmp_path: Path) -> None:
+    """It is split from its first step on, and has another error."""
+    work = _checkpoint(tmp_path / "split.ckpt", {"nth": 4, "min_bytes": 16})
+    reference, _, _ = run(Classifier, False, work=work, max_epochs=2)
+    for nth in range(1, 14, 3):
+        fault = {"nth": nth, "min_bytes": 16}
+        outcome, arm, ours = run(Classifier, number=3, fault=fault, work=work, max_epochs=2)
+        assert arm.fired and not differences(reference, outcome, SINGLE)
+        counts = [r.accumulation_steps for r in ours.records if r.label.endswith("training_step")]
+        assert counts[:2] == [2, 2] and counts[2] >= 2
