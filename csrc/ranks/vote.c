@@ -271,20 +271,23 @@ vote_count(const oomkit_vote *vote, oomkit_voted *voted)
 {
     const unsigned at = vote->round & 1;
     const slot *slots = vote->memory->slots;
-    const uint64_t tag =
-        atomic_load_explicit(&slots[vote->rank].tag[at], memory_order_relaxed);
+    uint64_t tag = OOMKIT_VOTE_ANY;
     uint32_t i;
 
     *voted = (oomkit_voted){.word = INT64_MIN, .one_matter = 1};
     for (i = 0; i < vote->world; i++) {
         const int64_t word =
             atomic_load_explicit(&slots[i].word[at], memory_order_relaxed);
+        const uint64_t theirs =
+            atomic_load_explicit(&slots[i].tag[at], memory_order_relaxed);
         if (word > voted->word) {
             voted->word = word;
             voted->rank = i;
         }
-        voted->one_matter &=
-            atomic_load_explicit(&slots[i].tag[at], memory_order_relaxed) == tag;
+        if (tag == OOMKIT_VOTE_ANY) {
+            tag = theirs;
+        }
+        voted->one_matter &= theirs == tag || theirs == OOMKIT_VOTE_ANY;
     }
     return OOMKIT_VOTE_DONE;
 }

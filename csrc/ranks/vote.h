@@ -62,6 +62,8 @@ int
 oomkit_vote_open(oomkit_vote *vote, void *memory, uint32_t world, uint32_t rank,
                  uint64_t epoch);
 
+#define OOMKIT_VOTE_ANY 0 /* a tag: what the others vote on, whatever that is */
+
 /* Begins a round. `tag` says what is voted on. */
 void
 oomkit_vote_cast(oomkit_vote *vote, int64_t word, uint64_t tag);

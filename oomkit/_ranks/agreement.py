@@ -35,8 +35,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .call import COMMIT, OWN, PATIENCE, REDUCTION, UPDATED, Call, refuse_in_parts
-from .reducer import Reducer, reducer_of, static_refusal
+from .call import (
+    COMMIT,
+    OWN,
+    PATIENCE,
+    PROOF,
+    REDUCTION,
+    START,
+    UPDATED,
+    Call,
+    refuse_in_parts,
+)
+from .joins import BROADCASTS, LAST, Joined
+from .joins import begin as begin_joined
+from .reducer import UNTOUCHED, Reducer, reducer_of, static_refusal
 from .ways import AGAIN, FATAL, FINE, NEVER, STOP
 from .world import World, meet
 
@@ -54,7 +66,6 @@ _TENSOR_PARALLEL = (
     "its parameters are spread over ranks without fully_shard(), as in tensor parallelism"
 )
 _PIPELINES = frozenset({"_PipelineSchedule", "_PipelineStageBase"})
-_UNTOUCHED = 0  # what torch takes for False, and never writes
 _said: set[tuple[str, str]] = set()
 _looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
@@ -62,8 +73,11 @@ _looked_at: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictiona
 class Agreement(Call):
     """One call of a step over DistributedDataParallel."""
 
-    def __init__(self, world: World, step: object, models: list[Any]) -> None:
+    def __init__(
+        self, world: World, step: object, models: list[Any], joined: Joined | None = None
+    ) -> None:
         super().__init__(world, step)
+        self._joined = joined
         self._reducers = [reducer_of(self, model) for model in models]
         self._whole = True
         # Torch's first reduction of a static graph is another one, and all begin it or none.
@@ -77,8 +91,17 @@ class Agreement(Call):
             for hook, _ in models[0]._comm_hooks
         )
         self._once = not self._may_overlap and any(model._comm_hooks for model in models)
-        self._waits = all(model.require_backward_grad_sync for model in models)
-        self._entry()
+        self._waits = joined is not None or all(m.require_backward_grad_sync for m in models)
+        self._over = False
+        """Inside join(): all have come to the end, without a reduction."""
+        try:
+            self._entry()
+            if joined is not None:
+                joined.enter()
+        except BaseException:
+            for reducer in self._reducers:
+                reducer.gives_back()
+            raise
         world.present = self
         for reducer in self._reducers:
             reducer.attempt_begins()
@@ -95,7 +118,7 @@ class Agreement(Call):
             if model._check_sync_bufs_pre_fwd():
                 model._sync_buffers()
             reducer.broadcasts = model.require_forward_param_sync
-            model.require_forward_param_sync = _UNTOUCHED
+            model.require_forward_param_sync = UNTOUCHED
 
     @property
     def is_whole(self) -> bool:
@@ -117,7 +140,7 @@ class Agreement(Call):
     def micro_begins(self) -> int:
         """One of them, for real or for a proof: its forward broadcasts nothing."""
         for reducer in self._reducers:
-            reducer.model.require_forward_param_sync = _UNTOUCHED
+            reducer.model.require_forward_param_sync = UNTOUCHED
             reducer.micro_begins()
         return 0
 
@@ -148,6 +171,11 @@ class Agreement(Call):
         due = [reducer for reducer in moved if reducer.due]
         if not due:
             return 0
+        if self._done > 0 and self._joined is not None:
+            raise self.cannot(
+                "its step reduces gradients more than once inside join(), where ranks that have "
+                "left take part once in each call"
+            )
         for reducer in due:
             reducer.ready()
         if (self._done > 0 or self._cautious) and self.asks(FINE, REDUCTION):
@@ -162,19 +190,54 @@ class Agreement(Call):
         """Before an update; 2: others have no part in it; more: how tight one of theirs is."""
         if self._done == 0:
             return 2
+        if self._joined is not None:
+            tight = 0  # what follows the update in join() is torch's affair
+        eased = self.step in self.world.at_ease
         if not self.agreed_commit(tight):
             return 1
+        if self._joined is not None and not self._joined.is_full():
+            self._ease_without_all(eased)
         for reducer in self._reducers:
             reducer.ends()
         return 2 + self.tight if self.tight else 0
 
+    def _ease_without_all(self, eased: bool) -> None:
+        """Those who have left know of no step that it went well, but that one had trouble."""
+        if self.step not in self.world.at_ease:
+            self.world.at_ease.clear()
+        elif not eased:
+            self.world.at_ease.discard(self.step)
+
     def returned(self) -> int:
         """The function has returned, without an update."""
-        if self.commit(0) == 1 or self.settle():
+        if self._joined is not None and self._done == 0:
+            if not self._over and self.asks(FINE, self._end()):
+                return 1
+            self._over = True
+        elif self.commit(0) == 1 or self.settle():
             return 1
         for reducer in self._reducers:
             reducer.hand_over()
         return 0
+
+    def rebuilds(self) -> bool:
+        """A forward begins. May it rebuild buckets, together with all ranks?"""
+        if self._joined is not None and self.committed and self._joined.has_buffers():
+            raise _C.SplitError(
+                "auto_batch cannot run a forward after the update inside join(), over a model "
+                "that broadcasts its buffers: call the model before optimizer.step(), or pass "
+                f"broadcast_buffers=False to it{_C.see('distributed')}"
+            )
+        return self._joined is None
+
+    def _end(self) -> int:
+        """Inside join(): do those who have left wait for a backward of the caller's?"""
+        return START if any(reducer.due for reducer in self._reducers) else PROOF
+
+    def matter(self, matter: int) -> int:
+        if self._joined is not None and matter in LAST and self._reducers[0].will_broadcast():
+            matter += BROADCASTS
+        return super().matter(matter)
 
     def failed(self) -> int:
         """This rank's attempt has failed, and everything is back but what others have seen."""
@@ -236,6 +299,8 @@ class Agreement(Call):
             return False  # nothing begins again
         if not self._whole:
             raise refuse_in_parts(self, name)
+        if self._joined is not None and not self._joined.is_full():
+            raise self.cannot(f"it has come to {name}() of the step's own, and ranks have left it")
         self.own = name
         if self.asks(FINE, OWN):
             raise self.cannot(f"it has come to {name}() of the step's own")
@@ -249,13 +314,14 @@ class Agreement(Call):
     def leave(self, exception: BaseException | None) -> None:
         """The call is over."""
         self.world.present = None
+        if self._joined is not None:
+            self._joined.leave(forwards=self._reducers[0].has_run())
         for reducer in self._reducers:
             attributes = reducer.model.__dict__
             attributes["reducer"] = reducer.real
             attributes.pop("_sync_buffers", None)
             reducer.leave()
-            if reducer.model.require_forward_param_sync is _UNTOUCHED:  # there was no forward
-                reducer.model.require_forward_param_sync = reducer.broadcasts
+            reducer.gives_back()
         try:
             if exception is not None:
                 self._excuse(exception)
@@ -288,7 +354,7 @@ class Agreement(Call):
         with contextlib.suppress(RuntimeError):
             for reducer in self._reducers:
                 reducer.abandon()
-        if self.told or self.is_over(exception):
+        if self.told or self._over or self.is_over(exception):
             return
         if self.committed or (awaited and not self.world.shared):
             self.world.give_up(text, self.matter(COMMIT))
@@ -354,11 +420,10 @@ def _refusal(model: Any) -> str | None:
         return _unknown(model)
     if model.static_graph and (why := static_refusal(model)) is not None:
         return why
-    if model._join_config.enable:
-        return (
-            "inside join() ranks that have no more batches leave, and vote no more: give all ranks "
-            "the same number of batches (DistributedSampler does) instead"
-        )
+    if model._join_config.enable and (
+        model.static_graph or not model._join_config.is_first_joinable
+    ):
+        return "inside join() its graph is static, or something else is the first that has joined"
     if model.mixed_precision is not None:
         return "mixed_precision= of DistributedDataParallel keeps copies of parameters"
     if getattr(model, "_delay_all_reduce_all_params", False) or model._use_python_reducer:
@@ -405,11 +470,20 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
     why: str | None = "no model of its is in DistributedDataParallel or fully_shard()"
     if models:
         kind, models, why = _way(models)
+    joined: Joined | None = None
+    if why is None and kind is Agreement and any(m._join_config.enable for m in models):
+        why = "inside join() there is more than one model, or global_weight=True"
+        if len(models) == 1 and not weighs:
+            why, joined = begin_joined(models[0])
     if why is None:
         world = meet()
         if world.follows or kind is Agreement:
             try:
-                call: Call = kind(world, step, models)
+                call: Call = (
+                    Agreement(world, step, models, joined)
+                    if kind is Agreement
+                    else kind(world, step, models)
+                )
             except RuntimeError as failed:  # of a collective that it begins with
                 world.note(failed)
                 raise

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from .agreement import Agreement
 
 
+UNTOUCHED = 0
+"""In place of whether a forward begins with a broadcast: what torch takes for False, and never
+writes."""
+
+
 class _Touch(torch.autograd.Function):
     """Adds nothing to the gradients of some parameters, so that their reducer sees each."""
 
@@ -79,6 +84,24 @@ class Reducer:
         if self.due and not self.flying:
             self.real.prepare_for_backward(self._outputs)
         self._outputs = []
+
+    # ---- what a forward begins with, which the call has made
+
+    def _rebuild_buckets(self) -> bool:
+        return self._agreement.rebuilds() and bool(self.real._rebuild_buckets())
+
+    def has_run(self) -> bool:
+        """Has there been a forward?"""
+        return self.model.require_forward_param_sync is not UNTOUCHED
+
+    def will_broadcast(self) -> bool:
+        """Does the first forward of the next call begin with a broadcast of buffers?"""
+        return bool(self.model.require_forward_param_sync if self.has_run() else self.broadcasts)
+
+    def gives_back(self) -> None:
+        """The model's, where there was no forward."""
+        if not self.has_run():
+            self.model.require_forward_param_sync = self.broadcasts
 
     @functools.cached_property
     def params(self) -> list[torch.Tensor]:

@@ -30,6 +30,8 @@ FINE, TROUBLE, AGAIN, FATAL = 0, 1, 1 << 20, 1 << 40
 """Words. All came well; and one of them with trouble; one has failed; one cannot go on."""
 TIGHT = 2
 """To be added to the first two, times how near memory is to its end in an update."""
+ANY = 0
+"""The matter of who votes on whatever the others vote on."""
 NEVER = (1 << 63) - 1
 """No word is as large."""
 _ENDED = range(6)
@@ -115,6 +117,10 @@ class Shared:
         if ended != _CAME:
             raise self._missing(ended, rank)
         return largest, self.ranks[rank], bool(same)
+
+    def matter(self) -> int:
+        """Of the last vote: what some rank has voted on."""
+        return max(self.own.tag(local) for local in range(len(self.ranks)))
 
     def give_up(self, matter: int) -> None:
         self.own.cast(FATAL, matter, 0.0)

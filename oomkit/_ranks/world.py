@@ -282,6 +282,11 @@ class World:
             )
         return largest
 
+    def voted_on(self) -> int:
+        """The matter of the last vote, in which this rank voted on any; all share memory."""
+        assert isinstance(self._way, Shared)
+        return self._way.matter()
+
     def gather(self, numbers: list[float], matter: int) -> list[list[float]]:
         """Those of each rank, in a vote of its own: at most 16."""
         return self._way.gather(numbers, lambda: self.vote(FINE, matter))
@@ -366,6 +371,13 @@ def _watch(module: Any, name: str) -> None:
 
     collective._oomkit_plain = plain  # type: ignore[attr-defined]
     setattr(module, name, collective)
+
+
+def present() -> World | None:
+    """That of the present default group, if its ranks have met."""
+    initialized = dist.is_available() and dist.is_initialized()
+    group = dist.distributed_c10d._get_default_group() if initialized else None
+    return _present if _present is not None and _present.group() is group else None
 
 
 def meet() -> World:

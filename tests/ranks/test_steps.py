@@ -18,6 +18,7 @@ from .launch import ranks_of, results_of
 REFUSED = {
     "sparse": "EmbeddingBag(sparse=True) has sparse gradients",
     "static, built-in hook": "static_graph=True, with a communication hook that is not a function",
+    "static, joined": "inside join() its graph is static",
     "sync batch norm": "SyncBatchNorm communicates inside the forward",
     "tensor parallel": "spread over ranks without fully_shard(), as in tensor parallelism",
     "deepspeed": "ranks's DeepSpeedEngine is not supported",
@@ -30,6 +31,62 @@ REFUSED = {
     "fsdp, hook": "it has a hook for its reduction",
 }
 OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]
+LEAVING: list[Any] = [
+    [[3, 5], {}],
+    [[5, 2], {"0 2": ["backward", 2], "0 4": ["forward", 2]}],
+    [[3, 5], {"1 3": ["backward", 1], "0 1": ["forward", 2]}],
+    [[2, 4], {"0 1": ["backward", 2], "1 1": ["backward", 2], "1 3": ["backward", 3]}],
+    *(
+        [[1, 3], {f"1 {index}": [phase, nth]}]
+        for index, phase, nth in sampled(
+            list(itertools.product((0, 1, 2), ("forward", "backward"), range(1, 5))), 4, "leaving"
+        )
+    ),
+]
+"""Steps by rank, and what fails: places by rank and step."""
+UNEVEN = [
+    "plain",
+    "unused",
+    "norm",
+    "accumulation",
+    "proof",
+    "fp16",
+    "zero",
+    "views",
+    *(
+        kind + also
+        for kind in ("no_sync", "flag", "within", "idle", "mixed", "returned")
+        for also in ("", ", norm")
+    ),
+]
+"""What steps are like: within each `no_sync()`, its flag, two forwards, or none; some that are not
+decorated, or only the loss that is returned."""
+HEALTHY = {kind for kind in UNEVEN if any(a in kind for a in ("norm", "returned", "mixed"))}
+"""Those that nothing fails in: they cannot be split, or are not decorated."""
+
+
+def leaving(kind: str) -> list[Any]:
+    if kind in HEALTHY:
+        return [LEAVING[0], [[5, 2], {}], [[4, 3], {}]]
+    return LEAVING if kind == "plain" else [LEAVING[0], *sampled(LEAVING[1:], 2, kind)]
+
+
+NAMED = [("no_sync, norm", True), ("idle, norm", True)]
+"""What mutants name."""
+JOINED: dict[str, dict[str, Any]] = {
+    f"{kind} {divide}": {
+        "kind": kind,
+        "divide": divide,
+        "cases": leaving(kind),
+    }
+    for kind, divide in sampled(
+        list(itertools.product(UNEVEN, (True, False))),
+        len(UNEVEN),
+        "joined",
+        kind=lambda case: case[0],
+        always=lambda case: case[0] == "plain" or case in NAMED,
+    )
+}
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("split_from_the_start", {}),
     **{
@@ -47,12 +104,15 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "clipped": ("clipped", {}),
     "cleared": ("cleared", {}),
     "in part": ("synchronised_in_part", {}),
+    "at entry": ("fails_at_entry", {}),
     "first gather": ("first_gather", {}),
     "accumulated": ("accumulated", {}),
     "reported": ("reported", {}),
     "evaluated": ("evaluated", {}),
     "refused": ("refused", {"how": list(REFUSED)}),
-    "joined": ("joined", {}),
+    **{f"joined {name}": ("joined", given) for name, given in JOINED.items()},
+    "left": ("left", {}),
+    "not agreed on": ("not_agreed_on", {}),
     "static": ("static_graph", {}),
     "static that changes": ("static_that_changes", {}),
     "pipelined": ("pipelined", {}),
@@ -93,6 +153,12 @@ def test_a_loss_that_is_returned_is_torchs_affair() -> None:
 def test_the_backward_of_a_step_that_synchronises_is_the_same_in_micro_batches() -> None:
     for found in _of("in part"):
         assert max(found) < 1e-12
+
+
+def test_a_call_that_fails_before_it_has_begun_leaves_its_models_as_they_were() -> None:
+    for first, broadcasts, second, also in _of("at entry"):
+        assert all("No support for sparse tensors" in said for said in (first, second))
+        assert broadcasts and also
 
 
 @pytest.mark.parametrize(("fails", "phase"), [(f, p) for f, p, _ in OWN])
@@ -235,6 +301,58 @@ def test_a_pipeline_over_ranks_is_told_of_at_the_first_call() -> None:
         assert all("the stages of a pipeline (torch.distributed.pipelining)" in one for one in said)
 
 
-def test_uneven_inputs_under_join_are_torchs_affair() -> None:
-    for said in _of("joined"):
-        assert "inside join() ranks that have no more batches leave, and vote no more" in said
+@pytest.mark.parametrize("name", JOINED)
+def test_ranks_leave_as_with_torch_alone(name: str) -> None:
+    given = JOINED[name]
+    for rank, found in enumerate(_of(f"joined {name}")):
+        assert max(far for far, _ in found) < 1e-12, found
+        for (_, fails), (_, ooms) in zip(given["cases"], found, strict=True):
+            places = [place for place in fails if place.startswith(f"{rank} ")]
+            if given["kind"] == "idle":  # every second step does nothing
+                places = [place for place in places if int(place[2:]) % 2 == 1]
+            assert (ooms > 0) == bool(places)
+
+
+def test_three_of_four_ranks_leave() -> None:
+    cases = [[[3, 1, 4, 2], {}], [[3, 1, 4, 2], {"2 3": ["backward", 2], "0 1": ["forward", 2]}]]
+    for divide in (True, False):
+        for found in results_of(
+            "programs_steps:joined", 4, kind="plain", divide=divide, cases=cases
+        ):
+            assert max(far for far, _ in found) < 1e-12, found
+
+
+def test_who_has_left_is_told_of_errors() -> None:
+    first, second = _of("left")
+    error = "ValueError: a label that there is not"
+    for kind in (0, 1):
+        assert message_of(first[kind]) == f"RankError: rank 1 cannot continue: {error}"
+        assert second[kind] == error
+    assert "Rank 0 exhausted all inputs" in first[2]
+    assert "Detected at least one rank that exhausted inputs" in second[2]
+    for one in (first, second):
+        assert "its step reduces gradients more than once inside join()" in one[3]
+        assert "cannot run a forward after the update inside join()" in one[4]
+
+
+@pytest.mark.parametrize("have_met", [False, True], ids=["first", "over another model"])
+@pytest.mark.parametrize("kind", ["plain", "idle", "norm", "idle, norm"])
+def test_a_rank_that_has_left_before_all_have_met_is_torchs_affair(
+    kind: str, have_met: bool
+) -> None:
+    why = "a rank has left before the first decorated call of all ranks"
+    given = {"kind": kind, "counts": [0, 4], "have_met": have_met}
+    first, second = results_of("programs_steps:left_at_once", 2, **given)
+    assert first[0] and second[0] and why in second[1]
+
+
+def test_calls_that_are_not_agreed_on_leave_nothing_behind_in_join() -> None:
+    assert _of("not agreed on") == [True, True]
+
+
+def test_ranks_that_leave_need_to_share_memory() -> None:
+    cases = [[[2, 3], {}]]
+    for way in ({"nodes": [1, 1]}, {"gloo": True}):
+        given = {"kind": "idle, norm", "divide": True, "cases": cases, **way}
+        for found in results_of("programs_steps:joined", 2, **given):
+            assert found == [[0.0, 0]]

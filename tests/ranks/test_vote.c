@@ -76,7 +76,7 @@ vote_on(void *memory, uint32_t world, uint32_t rank)
                 who = i;
             }
         }
-        oomkit_vote_cast(&vote, word_of(rank, round), round % 100 == 0 ? rank : 5);
+        oomkit_vote_cast(&vote, word_of(rank, round), round % 100 == 0 ? rank + 1 : 5);
         while (oomkit_vote_wait(&vote, SLEEP_NS, &voted) == OOMKIT_VOTE_WAITS) {
         }
         wrong += voted.word != most || voted.rank != who ||
@@ -161,6 +161,11 @@ test_who_has_not_come(void)
     oomkit_vote_cast(&first, 4, 9); /* a round ahead: the other still reads the last */
     CHECK(oomkit_vote_wait(&second, 0, &voted) == OOMKIT_VOTE_DONE);
     CHECK(voted.word == 3);
+    oomkit_vote_cast(&second, 4,
+                     OOMKIT_VOTE_ANY); /* it votes on whatever the other does */
+    CHECK(oomkit_vote_wait(&second, 0, &voted) == OOMKIT_VOTE_DONE && voted.one_matter);
+    CHECK(oomkit_vote_wait(&first, 0, &voted) == OOMKIT_VOTE_DONE && voted.one_matter);
+    CHECK(oomkit_vote_tag(&second, 0) == 9);
     munmap(memory, oomkit_vote_bytes(2));
 }
 
