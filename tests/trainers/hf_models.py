@@ -84,7 +84,7 @@ def t5() -> torch.nn.Module:
     )
 
 
-def segmenter(kind: str = "Segformer") -> torch.nn.Module:
+def segmenter() -> torch.nn.Module:
     config = hf.SegformerConfig(
         num_encoder_blocks=1,
         depths=[1],
@@ -102,7 +102,35 @@ def segmenter(kind: str = "Segformer") -> torch.nn.Module:
         drop_path_rate=0.0,
         semantic_loss_ignore_index=255,
     )
-    model = hf.SegformerForSemanticSegmentation(config)
+    return _without_statistics(hf.SegformerForSemanticSegmentation(config))
+
+
+def vit_segmenter() -> torch.nn.Module:
+    """A ViT with the head of DPT; the loss of its auxiliary head is a second mean of labels."""
+    config = hf.DPTConfig(
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=8,
+        backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[4, 4, 4, 4],
+        fusion_hidden_size=8,
+        reassemble_factors=[4, 2, 1, 1],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        semantic_classifier_dropout=0.0,
+        num_labels=3,
+    )
+    model = _without_statistics(hf.DPTForSemanticSegmentation(config))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # that of the auxiliary head has no option
+    return model
+
+
+def _without_statistics(model: torch.nn.Module) -> torch.nn.Module:
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.eval()
@@ -110,13 +138,13 @@ def segmenter(kind: str = "Segformer") -> torch.nn.Module:
     return model
 
 
-def images(rows: int = 16) -> list[dict[str, Any]]:
+def images(rows: int = 16, size: int = 8) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(3)
     found = []
     for at in range(rows):
-        labels = torch.randint(0, 3, (8, 8), generator=generator)
+        labels = torch.randint(0, 3, (size, size), generator=generator)
         labels[: at % 5] = 255
-        pixels = torch.rand(3, 8, 8, generator=generator)
+        pixels = torch.rand(3, size, size, generator=generator)
         found.append({"pixel_values": pixels, "labels": labels})
     return found
 
@@ -136,6 +164,8 @@ def arguments(kind: type = hf.TrainingArguments, **more: Any) -> Any:
         "eval_strategy": "epoch",
         "learning_rate": 0.05,
         "optim": "sgd",
+        "optim_args": "momentum=0.9",
+        "include_num_input_tokens_seen": True,
         "seed": 3,
     }
     return kind(**{**given, **more})

@@ -45,7 +45,8 @@ class Forks:
     when all processes have ended, none.
 
     Args:
-        times: how many allocations fail in a row, None: all from there on; several are tried.
+        times: how many allocations fail in a row, None: all from there on; several are tried,
+            at each place if all allocations are.
         fault: further options of `inject_oom`.
     """
 
@@ -61,8 +62,9 @@ class Forks:
             return self.fault
         self.seen = self.answers.pop()[1][1].seen
         assert self.seen > 0, "the call allocates nothing"
-        for nth in places(self.seen):
-            for times in self.times:
+        for at, nth in enumerate(places(self.seen)):
+            one = at % len(self.times)  # of a sample: in turn
+            for times in self.times[one : one + 1] if POINTS else self.times:
                 fault = {**self.fault, "nth": nth, "times": times}
                 if self._child(fault):
                     return fault
@@ -131,11 +133,15 @@ class Forks:
 
 
 class Counts(NamedTuple):
-    """Of an arm: allocations of its call, those that failed, and what its error has changed."""
+    """Of an arm: allocations of its call, those that failed, and what its error has changed.
+
+    And whether the call was one with gradients.
+    """
 
     seen: int
     fired: int
     changed: list[str]
+    learns: bool
 
 
 class Arm:
@@ -162,6 +168,7 @@ class Arm:
         self.look = look
         self.calls = self.seen = self.fired = 0
         self.changed: list[str] = []
+        self.learns = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
@@ -171,6 +178,7 @@ class Arm:
                 return self.step(*args, **kwargs)
             fault = self.fault() if isinstance(self.fault, Forks) else self.fault
             injected, before = oomkit.testing.inject_oom(**fault), self.look()
+            self.learns = torch.is_grad_enabled()
             try:
                 with injected:
                     return self.step(*args, **kwargs)
@@ -182,7 +190,7 @@ class Arm:
 
     @property
     def counts(self) -> Counts:
-        return Counts(self.seen, self.fired, self.changed)
+        return Counts(self.seen, self.fired, self.changed, self.learns)
 
 
 @contextmanager
@@ -226,6 +234,8 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _gap(name: str, one: Any, two: Any, limit: float) -> list[str]:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and not one.ndim + two.ndim:
+        return _gap(name, one.item(), two.item(), limit)  # a loss: terms that cancel make it 0
     if isinstance(one, torch.Tensor):
         if not isinstance(two, torch.Tensor) or one.shape != two.shape:
             return [f"{name}: {'gone' if two is None else 'another tensor'}"]

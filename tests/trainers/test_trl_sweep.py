@@ -133,12 +133,18 @@ ONLINE = {
     "grpo_entropy": lambda: online(entropy_coef=0.1, loss_type="bnpo"),
     "grpo_2": lambda: online(gradient_accumulation_steps=2),
     "rloo": lambda: online("RLOO"),
+    "rloo_2": lambda: online("RLOO", gradient_accumulation_steps=2),
 }
 
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_training_survives(name: str) -> None:
     assert sweep(OFFLINE[name], "training_step", 2)["split"]
+
+
+def test_the_first_call_of_a_window_survives() -> None:
+    assert sweep(OFFLINE["sft_2"], "training_step", 3)["split"]
+    assert sweep(ONLINE["grpo_2"], "compute_loss", 3)["split"]
 
 
 @pytest.mark.parametrize("name", OFFLINE)
@@ -157,16 +163,19 @@ def test_the_backward_of_a_loss_of_generated_text_survives(name: str) -> None:
     assert sweep(ONLINE[name], "training_step", 2, phase="backward")["split"]
 
 
-@pytest.mark.parametrize("name", ["grpo_dapo", "grpo_grpo", "grpo_bnpo", "rloo"])
+@pytest.mark.parametrize("name", ONLINE)
 def test_evaluated_losses_of_generated_text_survive(name: str) -> None:
     assert sweep(ONLINE[name], "compute_loss", 5)["split"]  # after four calls of training
 
 
-def test_with_a_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("number", [2, 5])  # of training, and of evaluation
+def test_with_a_reference(kind: str, number: int, tmp_path: Path) -> None:
     def make() -> Any:
-        return online(beta=0.1, output_dir=tmp_path)
+        return online(kind, beta=0.1, output_dir=tmp_path)
 
-    assert sweep(make, "compute_loss", 2)["split"]
+    assert make().ref_model is not None
+    assert sweep(make, "compute_loss", number)["split"]
 
 
 def test_the_predictions_of_pairs_come_in_the_order_of_the_batch() -> None:
