@@ -164,8 +164,6 @@ def arguments(kind: type = hf.TrainingArguments, **more: Any) -> Any:
         "eval_strategy": "epoch",
         "learning_rate": 0.05,
         "optim": "sgd",
-        "optim_args": "momentum=0.9",
-        "include_num_input_tokens_seen": True,
         "seed": 3,
     }
     return kind(**{**given, **more})

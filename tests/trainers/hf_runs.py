@@ -43,6 +43,8 @@ def run(
 ) -> tuple[Outcome, Arm, Any]:
     """One run, its arm and its trainer."""
     trainer = protect(make())
+    trainer.args.include_num_input_tokens_seen = "all"
+    trainer.args.optim_args = "momentum=0.9"  # of SGD, that there is a state
     trainer.remove_callback(transformers.PrinterCallback)
     begun = parameters(trainer.model)
     arm = Arm(getattr(trainer, method), number, fault, slices, lambda: _state(trainer))
