@@ -37,7 +37,13 @@ _TYPES = 1000  # known to have no slots
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 # Attributes of a module that torch itself keeps, and parts that have rules of their own.
-_MODULE_OWN = frozenset(vars(torch.nn.Module()))
+_MODULE_OWN = frozenset(vars(torch.nn.Module())) | {
+    # of DistributedDataParallel
+    "require_forward_param_sync",
+    "_has_rebuilt_buckets",
+    "_lazy_init_ran",
+    "_static_graph_delay_allreduce_enqueued",
+}
 # A class has a hundred names or more, and modules are many and alike. (The slots themselves
 # would keep their class alive.)
 _SLOTLESS: dict[int, weakref.ref[type]] = {}

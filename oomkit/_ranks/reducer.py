@@ -367,13 +367,21 @@ class StaticReducer(Reducer):
                 )
         if known is None:
             known = _counts[self.model] = list(counts)
-        elif any(ours > theirs for ours, theirs in zip(counts, known, strict=True)):
+        else:
+            self._compare(counts, known)
+        return [p for p, count in zip(self.params, known, strict=True) if count > 0]
+
+    def _compare(self, counts: list[int], known: list[int]) -> None:
+        """Micro-batches may each use a parameter less often than the whole batch does."""
+        both = list(zip(counts, known, strict=True))
+        more = any(ours > theirs for ours, theirs in both)
+        if more or (self._hooks and any(ours == 0 < theirs for ours, theirs in both)):
+            how = "more often than" if more else "not at all, unlike"
             raise _C.SplitError(
-                "auto_batch found that a backward comes to a parameter more often than in the "
+                f"auto_batch found that a backward comes to a parameter {how} in the "
                 "first step of this DistributedDataParallel model, which has static_graph=True: "
                 f"leave it out, or use the same parameters in each step{_C.see('distributed')}"
             )
-        return [p for p, count in zip(self.params, known, strict=True) if count > 0]
 
     def _reduce(self, used: list[torch.Tensor]) -> None:
         counts = dict(zip(map(id, self.params), _counts[self.model], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -113,6 +114,33 @@ def synchronised_in_part(rank: Rank) -> list[float]:
                     step(x, y)
             trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         found.append(float((trained[0] - trained[1]).abs().max()))
+    return found
+
+
+def said_of_a_split(rank: Rank) -> list[str]:
+    """Warnings of the first and of a later step, where the batch is split."""
+    _, _, x, y = _begin(rank)
+    found = []
+    for static, fails, verify in itertools.product((False, True), (0, 1), (None, False)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        model = DistributedDataParallel(net, static_graph=static)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(
+            x: torch.Tensor, y: torch.Tensor, model: Any = model, optimizer: Any = optimizer
+        ) -> None:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+        decorated = oomkit.auto_batch(step, verify=verify)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for index in range(2):
+                with inject_oom(nth=1) if index == fails else contextlib.nullcontext():
+                    decorated(x, y)
+        found += [str(warning.message) for warning in caught]
     return found
 
 
@@ -492,7 +520,7 @@ def static_graph(rank: Rank) -> dict[str, float]:
 
 
 class _Changing(nn.Module):
-    """Another part of it is used in each step."""
+    """Parts of it from `used` on are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -500,30 +528,33 @@ class _Changing(nn.Module):
         self.used = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.parts[self.used](x)
-        return out
+        return sum((part(x) for part in self.parts[self.used :]), torch.zeros(()))
 
 
 def static_that_changes(rank: Rank) -> list[str]:
     """A graph that is not static, in a later step that is split: an error, as with torch alone."""
     _begin(rank)
-    torch.manual_seed(0)
-    net = _Changing()
-    model = DistributedDataParallel(net, static_graph=True)
     x = torch.randn(8, 4)
+    found = []
+    for first, later in ((1, 0), (0, 1)):
+        torch.manual_seed(0)
+        net = _Changing()
+        model = DistributedDataParallel(net, static_graph=True)
+        net.used = first
 
-    @oomkit.auto_batch(verify=False, model=model)
-    def step(x: torch.Tensor) -> None:
-        model(x).square().mean().backward()
+        @oomkit.auto_batch(verify=False, model=model)
+        def step(x: torch.Tensor, model: Any = model) -> None:
+            model(x).square().mean().backward()
 
-    step(x)
-    net.used = rank.rank
+        step(x)
+        net.used = later if rank.rank == 1 else first
 
-    def fails() -> None:
-        with inject_oom(nth=1) if rank.rank == 1 else contextlib.nullcontext():
-            step(x)
+        def fails(step: Any = step) -> None:
+            with inject_oom(nth=1) if rank.rank == 1 else contextlib.nullcontext():
+                step(x)
 
-    return [_raised(fails)]
+        found.append(_raised(fails))
+    return found
 
 
 class _Pipeline:

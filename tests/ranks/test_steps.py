@@ -105,6 +105,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "cleared": ("cleared", {}),
     "in part": ("synchronised_in_part", {}),
     "at entry": ("fails_at_entry", {}),
+    "said": ("said_of_a_split", {}),
     "first gather": ("first_gather", {}),
     "accumulated": ("accumulated", {}),
     "reported": ("reported", {}),
@@ -153,6 +154,10 @@ def test_a_loss_that_is_returned_is_torchs_affair() -> None:
 def test_the_backward_of_a_step_that_synchronises_is_the_same_in_micro_batches() -> None:
     for found in _of("in part"):
         assert max(found) < 1e-12
+
+
+def test_what_the_wrapper_notes_in_itself_is_no_effect_of_the_step() -> None:
+    assert _of("said") == [[], []]
 
 
 def test_a_call_that_fails_before_it_has_begun_leaves_its_models_as_they_were() -> None:
@@ -284,7 +289,9 @@ def test_a_static_graph_is_as_with_torch_alone() -> None:
 def test_a_graph_that_was_to_be_static_is_an_error_where_it_changes() -> None:
     other, failed = _of("static that changes")
     assert "more often than in the first step" in failed[0]
-    assert other[0].startswith("RankError: rank 1 cannot continue: SplitError")
+    assert "a parameter not at all, unlike in the first step" in failed[1]
+    for said in other:
+        assert said.startswith("RankError: rank 1 cannot continue: SplitError")
 
 
 @pytest.mark.parametrize(("index", "reason"), [*enumerate(REFUSED.values())], ids=list(REFUSED))
