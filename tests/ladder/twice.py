@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,8 +67,8 @@ def states(model: nn.Module) -> list[tuple[str, Any]]:
     for name, p in model.named_parameters():
         grad = None if p.grad is None else p.grad.detach().clone()
         found += [(name, p.detach().clone()), (f"{name}.grad", grad)]
-    found += [("torch", torch.get_rng_state()), ("random", repr(random.getstate()))]
-    return [*found, ("numpy", repr(np.random.get_state()))]
+    found += [("torch", torch.get_rng_state()), ("random", random.getstate())]
+    return [*found, ("numpy", pickle.dumps(np.random.get_state()))]
 
 
 def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

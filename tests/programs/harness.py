@@ -152,7 +152,7 @@ def difference(a: State, b: State) -> tuple[float, str]:
 def _distance(x: Any, y: Any) -> float:
     if x is None or y is None:
         return 0.0 if x is y else float("inf")
-    if isinstance(x, (str, bool)):
+    if isinstance(x, (str, bytes, bool)):
         return 0.0 if x == y else float("inf")
     left, right = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if left.shape != right.shape:

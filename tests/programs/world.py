@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -171,8 +172,8 @@ class World:
             return dict(self.remote)
         state: State = {
             "rng": torch.get_rng_state().numpy().copy(),
-            "random": repr(random.getstate()),
-            "numpy": repr(np.random.get_state()),
+            "random": pickle.dumps(random.getstate()),
+            "numpy": pickle.dumps(np.random.get_state()),
         }
         for i, thing in enumerate(self._kept):
             state.update({f"{i}.{key}": value for key, value in _values(thing)})

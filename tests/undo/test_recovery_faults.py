@@ -20,18 +20,18 @@ from undo.recovery_points import SUITES, Own, Point, chain, prove, run
 SEED = int(os.environ.get("OOMKIT_FUZZ_SEED", "1"))
 # How many points there are between two that are done here, for some 8 seconds in all.
 STRIDES = {
-    "out of memory once": 113,
-    "out of memory from there on": 113,
-    "oomkit's own memory": 61,
-    "oomkit's own memory from there on": 61,
-    "again in a later attempt": 151,
-    "again, in oomkit's own memory": 151,
-    "again, and from there on": 151,
-    "an interrupt at a line": 2503,
-    "an exception at a line": 2503,
-    "an interrupt at a function": 163,
-    "an exception at a function": 163,
-    "out of memory at a function": 163,
+    "out of memory once": 227,
+    "out of memory from there on": 227,
+    "oomkit's own memory": 123,
+    "oomkit's own memory from there on": 123,
+    "again in a later attempt": 303,
+    "again, in oomkit's own memory": 303,
+    "again, and from there on": 303,
+    "an interrupt at a line": 5007,
+    "an exception at a line": 5007,
+    "an interrupt at a function": 327,
+    "an exception at a function": 327,
+    "out of memory at a function": 327,
 }
 
 
