@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.collector import hide_modules
 from helpers.sample import sampled
 from ladder.test_climbing import Program as Deep
 from ladder.test_host_gradients import ENOUGH, LAYER
@@ -31,6 +32,12 @@ from oomkit._ladder import state as hosted
 from oomkit.testing import force_slices, inject_oom
 
 MATRIX = WIDTH * WIDTH * 4
+
+
+@pytest.fixture(autouse=True)
+def _modules_are_not_searched_for_garbage() -> None:
+    """No workspaces are given back here."""
+    hide_modules()
 
 
 @pytest.fixture
