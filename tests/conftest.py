@@ -18,6 +18,7 @@ os.environ.setdefault("OOMKIT_SUMMARY", "0")
 import pytest
 import torch
 from helpers.collector import hide_modules
+from helpers.seeds import seed_all
 
 import oomkit
 
@@ -67,7 +68,7 @@ def _seeded_and_single_threaded() -> Iterator[None]:
     """Allocation counts repeat exactly for a fixed number of threads: one, by default."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     yield
     torch.set_num_threads(threads)
 

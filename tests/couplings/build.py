@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers.seeds import seed_all
 from torch import Tensor, nn
 
 import oomkit
@@ -144,7 +145,7 @@ class Program:
 
     def __init__(self, s: Sentence) -> None:
         self.s = s
-        torch.manual_seed(s.seed)
+        seed_all(s.seed)
         self.parts = Parts(pieces.MODELS[s.model]().double(), nn.Linear(HIDDEN, CLASSES).double())
         self.average = copy.deepcopy(self.parts.head).requires_grad_(False)
         self.side: dict[str, Any] = {}

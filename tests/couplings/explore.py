@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from helpers.seeds import seed_all
 
 from .build import world
 from .grammar import Sentence, sentence
@@ -24,7 +25,7 @@ MOST_REFUSED = 0.005
 
 
 def _made(s: Sentence) -> World:
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     return world(s)
 
 

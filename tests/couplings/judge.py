@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from helpers.seeds import seed_all
 from properties.compare import difference
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -165,7 +166,7 @@ class _Armed:
 def _seeded(call: int) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning is no refusal
-        torch.manual_seed(SEED + call)
+        seed_all(SEED + call)
         yield
 
 

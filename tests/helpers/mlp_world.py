@@ -6,9 +6,11 @@ import torch
 from torch import nn
 from zoo import MLP, SEED
 
+from helpers.seeds import seed_all
+
 
 def world(lr: float = 0.1) -> tuple[MLP, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     model = MLP()
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
     return model, torch.optim.SGD(model.parameters(), lr=lr), x, y

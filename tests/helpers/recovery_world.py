@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import oomkit
+from helpers.seeds import seed_all
 from oomkit import _C
 from oomkit.testing import force_slices
 
@@ -62,7 +63,7 @@ class World:
         nested: bool = False,
     ) -> None:
         """`nested`: the batch is one argument, in containers of several kinds."""
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         self.form, self.nested = form, nested
         self.net = nn.Sequential(
             nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from zoo import SEED
 
+from helpers.seeds import seed_all
+
 IGNORE = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 
 
@@ -19,7 +21,7 @@ class World:
     """Two networks with a buffer each, their optimizers (with state), data, a generator."""
 
     def __init__(self) -> None:
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
         self.critic = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
         self.opt = torch.optim.Adam(self.net.parameters(), lr=0.01)

@@ -141,7 +141,6 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-
 def test_includes_point_down() -> None:
     for path in SOURCES:
         folder = path.relative_to(CSRC).parts[0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from helpers.bridge_table import api, ctypes
+from helpers.seeds import seed_all
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -204,7 +205,7 @@ def kept_of(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
     print("seed", SEED)
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     model, batch = PROGRAMS[name]
     return model(), batch()
 
@@ -213,7 +214,7 @@ def run(
     model: nn.Module, batch: torch.Tensor, around: AbstractContextManager[Any] | None = None
 ) -> list[torch.Tensor]:
     """Loss, gradients, buffers, versions and the next random number of one step."""
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     model.zero_grad()
     with around or nullcontext():
         loss = model(batch)

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from helpers.sample import sampled
+from helpers.seeds import seed_all
 
 import oomkit
 from ladder.programs import allocated
@@ -54,7 +55,7 @@ class Program:
     """A deep model, its plain SGD step, and batches that are made in each step."""
 
     def __init__(self, rows: int = 1, lr: float = 0.1, **options: Any) -> None:
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         self.model = Tower()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         self.rows = rows

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.sample import WHOLE, sampled
+from helpers.seeds import seed_all
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
@@ -61,7 +62,7 @@ class Program:
     """The demo's step, with the ladder of a rung unless another is given."""
 
     def __init__(self, name: str, **options: Any) -> None:
-        torch.manual_seed(1)
+        seed_all(1)
         options = {**LADDERS[name], **options}
         self.model = demo().GPT(scale(name))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)

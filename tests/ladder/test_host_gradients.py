@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from helpers.sample import WHOLE, sampled
+from helpers.seeds import seed_all
 from torch.utils.checkpoint import checkpoint
 
 import oomkit
@@ -45,7 +46,7 @@ class Deep(torch.nn.Module):
 
 class Program:
     def __init__(self, kind: str = "plain", dtype: Any = torch.float32, **options: Any) -> None:
-        torch.manual_seed(4)
+        seed_all(4)
         self.model = Deep(kind).to(dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.dtype = dtype
@@ -172,7 +173,7 @@ def test_it_is_climbed_down_when_there_is_room() -> None:
 
 def test_a_table_with_sparse_gradients_keeps_them() -> None:
     def make(**options: Any) -> tuple[Any, list[Any]]:
-        torch.manual_seed(2)
+        seed_all(2)
         table = torch.nn.Embedding(400, WIDTH, sparse=True)
         body = Deep("plain")
         optimizer = torch.optim.SGD([*table.parameters(), *body.parameters()], lr=0.1)

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from helpers.sample import sampled
+from helpers.seeds import seed_all
 
 import oomkit
 from oomkit.testing import inject_oom
@@ -26,7 +27,7 @@ class Program:
     """A deep linear model, the batch made anew in each step."""
 
     def __init__(self, name: str, **options: Any) -> None:
-        torch.manual_seed(3)
+        seed_all(3)
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
         self.model = torch.nn.Sequential(*layers)
         given: dict[str, Any] = {"lr": 1e-3, **({"momentum": 0.9} if name == "SGD" else {})}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.seeds import seed_all
 from torch import nn
 
 from ladder.programs import (
@@ -25,7 +26,7 @@ from ladder.programs import (
 
 def gpt(blocks: int) -> tuple[nn.Module, torch.Tensor]:
     print("seed", SEED)
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     return GPT(blocks), torch.randint(256, (16, 32))
 
 
@@ -290,7 +291,7 @@ def test_a_backward_on_another_thread() -> None:
     first = run(*build("gpt"))
     model, batch = build("gpt")
     there = offload(kept_of(model, batch))
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     with there:
         loss = model(batch)
     thread = threading.Thread(target=loss.backward)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.seeds import seed_all
 from torch import nn
 from zoo import SEED
 
@@ -93,7 +94,7 @@ class Ran:
     """What a training run has left, and how many forwards it computed again."""
 
     def __init__(self, model: nn.Module, step: Step, rung: LeftOut | None, calls: int) -> None:
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         random.seed(SEED)
         np.random.seed(SEED)
         self.model, self.left_out = model, rung
@@ -128,7 +129,7 @@ def both(model: nn.Module, step: Step = plain, calls: int = 3, but: Any = None) 
     other = copy.deepcopy(model)
     for each in (other, model):
         if but is not None:
-            torch.manual_seed(SEED)
+            seed_all(SEED)
             but(each)
     expected = Ran(other, step, None, calls)
     found = Ran(model, step, LeftOut(), calls)

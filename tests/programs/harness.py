@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from helpers.sample import sampled
+from helpers.seeds import seed_all
 
 import oomkit
 
@@ -88,7 +88,7 @@ def lines_of(logger: logging.Logger) -> Iterator[list[str]]:
 def run(program: Program, world: World) -> Run:
     """Everything random starts from the seed; an error ends the program and is kept as text."""
     world.caller_backward = program.caller_backward
-    torch.manual_seed(world.seed)
+    seed_all(world.seed)
     random.seed(world.seed)
     np.random.seed(world.seed % 2**32)
     error = kind = None

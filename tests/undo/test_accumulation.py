@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.sample import sampled
+from helpers.seeds import seed_all
 from helpers.seen import Seen
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +31,7 @@ class World:
     It draws numbers twice, so that two halves have other masks than the whole."""
 
     def __init__(self, form: str = "inside", norm: bool = False, dropout: float = 0.3) -> None:
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         self.form = form
         self.model = nn.Sequential(
             nn.Linear(6, 8),

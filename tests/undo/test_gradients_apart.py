@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.seeds import seed_all
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import MLP
@@ -22,12 +23,12 @@ pytestmark = [  # runs of steps are counted
 
 def _model() -> nn.Module:
     """With numbers drawn in its forward: nothing of a whole backward could be set aside."""
-    torch.manual_seed(1)
+    seed_all(1)
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def _data() -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(2)
+    seed_all(2)
     return torch.randn(9, 6, dtype=torch.float64), torch.randint(0, 3, (9,))
 
 
@@ -139,7 +140,7 @@ def test_another_error_brings_them_back() -> None:
 
 def _shared_and_reentrant(fault: dict[str, Any]) -> tuple[list[torch.Tensor] | None, Any]:
     """A parameter is reached by the backward of a checkpoint, then by the one around it."""
-    torch.manual_seed(0)
+    seed_all(0)
     shared, other = (nn.Parameter(torch.randn(5, 5, dtype=torch.float64)) for _ in range(2))
     shared.grad, other.grad = torch.ones_like(shared), torch.ones_like(other)
     x = torch.randn(8, 5, dtype=torch.float64)

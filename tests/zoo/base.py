@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.seeds import seed_all
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -128,7 +129,7 @@ class World:
 def make_world(
     kind: str, *, dtype: torch.dtype = torch.float32, optimizer: str = "adamw", steps: int = 3
 ) -> World:
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     model_type, batch_of = KINDS[kind]
     model = model_type().to(dtype)
     made: torch.optim.Optimizer

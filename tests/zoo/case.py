@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from helpers.seeds import seed_all
 from prove.pairwise import pairwise
 from torch.nn.utils import clip_grad_norm_
 
@@ -150,7 +151,7 @@ def run(
     slices: dict[int, list[int]] | None = None,
 ) -> Run:
     """Two calls; the fault strikes in the one of `case`. With `slices`: undisturbed, over them."""
-    torch.manual_seed(SEED)
+    seed_all(SEED)
     with threads(case.threads), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         done = _Runner(model, case, place, count, slices or {}).run()
