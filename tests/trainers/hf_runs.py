@@ -134,10 +134,13 @@ def sweep(
         assert outcome.error or len(counts) == arm.calls, (counts, arm.calls)
         return outcome, arm.counts, counts
 
-    reference, _, _ = run(make, plain, method, number)
+    reference, _, undisturbed = run(make, plain, method, number)
+    adds_up = undisturbed.args.gradient_accumulation_steps > 1
     healthy, counted, _ = forks.run(work)
     learns = counted.learns and method != "prediction_step"
     assert reference.error is None, reference.error
+    counted = reference.rest["flos"] or hasattr(undisturbed, "num_generations")  # TRL: none there
+    assert counted and all(map(reference.rest.get, ("optimizer", "schedule", "tokens")))
     assert not differences(reference, healthy, 0.0)
     seen: Counter[str] = Counter()
     same: dict[Any, Outcome] = {}
@@ -159,6 +162,7 @@ def sweep(
         found = differences(expected, outcome, ROUNDING if rounded else 0.0)
         assert not found, f"{where}, beside the same slices: {found}; {outcome.said}"
         seen["split" if split else "repeated"] += 1
+        assert not rounded or adds_up, f"{where}: {outcome.said}"
         seen["rounded"] += rounded
     return seen
 
