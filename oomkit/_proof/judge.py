@@ -125,6 +125,7 @@ class Proof:
         params: the parameters, in the engine's order.
         entry: their gradients before the step, which accumulates on top of them.
         tried: what an earlier proof has learnt of weights that are not in use.
+        free: the step names neither weights nor a reduction.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Proof:
         params: list[torch.Tensor],
         entry: list[torch.Tensor | None],
         tried: Tried | None,
+        free: bool,
     ) -> None:
         self.label = label
         self._roots = _alive(roots)
@@ -141,6 +143,7 @@ class Proof:
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = Quiet()
         self._orders = False  # rows are put in order
+        self._free = free
         self._tiny = False  # rounding is all that there may be of a result
         self._stream = torch.get_rng_state()
         self._runs: dict[str, _Run] = {}
@@ -581,8 +584,8 @@ class Proof:
                 continue
             gap, limit = values.gap(one, two), self._result_limit(one)
             tiny = gap > limit and place in _LOSS and values.cancel(one, two, (1.0,), (1.0,))
-            if tiny and not self._has_gradient():
-                self._tiny = True  # an evaluated loss that is rounding, or a small one: who knows
+            if tiny and not self._free and not self._has_gradient():
+                self._tiny = True  # rounding, or small: joined as the step says
                 continue
             if self._is_joined(place, one, made, limit) or gap <= limit:
                 continue
@@ -601,13 +604,10 @@ class Proof:
             self._fail(gap, f"{place} of the joined parts is {what}")
 
     def _is_joined(self, place: str, one: Any, made: _Run, limit: float) -> bool:
-        parts = [each.get(place) for each in made.each]
-        if self.noise:
-            return False
-        if values.cancel(one, made.results.get(place), parts, made.weights):
-            return True  # which tells nothing else: other parts may do
-        return self._numbers.note(
-            place, one, parts, made.weights, made.rows, limit, self._has_gradient
+        parts, weights = [each.get(place) for each in made.each], made.weights
+        return not self.noise and (  # where terms cancel nothing else is told: other parts may do
+            values.cancel(one, made.results.get(place), parts, weights)
+            or self._numbers.note(place, one, parts, weights, made.rows, limit, self._has_gradient)
         )
 
     def all_figures(self, known: dict[str, int]) -> dict[str, int]:

@@ -50,7 +50,7 @@ def test_an_evaluated_loss_that_cancels_is_no_other_one_for_its_rounding(reducti
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("scale", [1.0, 1e-4])
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7])
 def test_an_evaluated_loss_whose_parts_do_not_cancel_is_compared(scale: float) -> None:
     @oomkit.auto_batch(accumulation_steps=2)
     def spread(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_an_evaluated_loss_of_rounding_alone_proves_nothing(
     """As where one group's advantages are 0 and another's cancel: no part has a large loss."""
     caplog.set_level(logging.INFO, logger="oomkit")
 
-    @oomkit.auto_batch(accumulation_steps=2)
+    @oomkit.auto_batch(accumulation_steps=2, reduction="mean")
     def loss(x: torch.Tensor) -> torch.Tensor:
         return x.mean() + 1e-12 * x.var(correction=0)
 
