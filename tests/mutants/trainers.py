@@ -131,6 +131,14 @@ TRAINERS = [
         ),
     ),
     Mutant(
+        "copies-with-ours",
+        "the methods of a trainer's copy are its own",
+        "oomkit/_trainers/placed.py",
+        "*map(_without, state[:1])",
+        "*state[:1]",
+        ("trainers/test_hf_protect.py::test_a_shallow_copy_of_a_trainer_is_one_without_oomkit",),
+    ),
+    Mutant(
         "sorted-pairs-not-refused",
         "a loss that sorts the pairs of a batch is refused",
         "oomkit/_trainers/refusals.py",
