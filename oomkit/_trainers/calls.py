@@ -20,6 +20,7 @@ from .rows import Pairs, Whole, shapes, together, whole_because
 __all__ = ["Call", "calls_of", "own"]
 
 _PAIRED = ("DPOTrainer", "RewardTrainer")
+_ONLINE = ("GRPOTrainer", "RLOOTrainer")
 _KEPT = 1024  # records of earlier models
 _SILENT = 3  # split calls in a row whose loss is not finite, so that it proves nothing
 _SUMS = ("cispo", "dapo", "vespo")  # of GRPO: divided by the tokens of the whole window
@@ -190,9 +191,13 @@ class Call(Placed):
         trainer = self._owner
         function = _function(trainer(), name, _STEPS[name])
         kind = getattr(trainer(), "loss_type", None)
+        if evaluates and self._family in _ONLINE and self._options["verify"] is not True:
+            # Advantages cancel, and of the loss only rounding is left; the table below is right.
+            if getattr(self.method, "__module__", "").startswith("trl."):
+                options["verify"] = False
         if self._family == "GRPOTrainer" and kind == "bnpo":
             options["weight"] = completion_tokens
-        elif self._family in ("GRPOTrainer", "RLOOTrainer"):
+        elif self._family in _ONLINE:
             options["reduction"] = "sum" if kind in _SUMS else "mean"
         elif evaluates:  # there are no gradients, from which weights could be found
             options["weight"] = lambda inputs: _labels(trainer(), inputs)

@@ -215,6 +215,29 @@ def listening() -> Iterator[list[str]]:
         logger.propagate = True
 
 
+def peak_of(work: Callable[[], Any], parts: int) -> tuple[Any, int]:
+    """What some work returns, and a part of the memory that it needs beside what there is.
+
+    Args:
+        work: that is measured.
+        parts: of how many it is one.
+    """
+    gc.collect()
+    with oomkit.guard() as measured:
+        result = work()
+    (record,) = measured.records
+    assert record.peak_allocated is not None and record.baseline is not None
+    return result, (record.peak_allocated - record.baseline) // parts
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """A budget of so much beside what there is."""
+    gc.collect()
+    with oomkit.limit_memory((oomkit.memory("cpu").allocated or 0) + size, device="cpu"):
+        yield
+
+
 def places(count: int) -> list[int]:
     """Which of so many allocations fail, counted from 1."""
     if not POINTS or count <= POINTS:

@@ -11,7 +11,7 @@ import trl
 from hf_models import bert, labelled, trainer
 from hf_runs import plain, run
 from runs import SINGLE, differences, timeless
-from test_trl_sweep import sft
+from test_trl_sweep import online, sft
 
 import oomkit
 from oomkit.transformers import protect, records
@@ -103,6 +103,73 @@ def test_coupled_rows_are_found_in_their_first_loss_that_is_not_0(zero: int, ine
     assert outcome.rest["global_step"] == zero
     for name, parameter in begun.parameters.items():
         assert torch.equal(parameter, outcome.parameters[name]), name
+
+
+# --- losses that cancel ---
+
+
+class Coupled(trl.GRPOTrainer):
+    """A loss of its own, in which rows are coupled."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **more)
+        return loss if model.training else loss + 1 / len(inputs["completion_ids"])
+
+
+def test_an_evaluated_loss_whose_advantages_cancel_is_no_coupled_one() -> None:
+    """Rounding is all that is left of it, and there are no gradients to compare."""
+
+    def make() -> Any:
+        sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+        return online(loss_type="grpo", num_generations=4, num_train_epochs=2, **sizes)
+
+    reference, _, _ = run(make, plain)
+    evaluated = [line["eval_loss"] for line in reference.log if "eval_loss" in line]
+    assert evaluated and max(map(abs, evaluated)) < 1e-5
+    for inexact in INEXACT:
+        outcome, arm, _ = run(
+            make,
+            lambda it: protect(it, inexact=inexact),  # noqa: B023
+            method="compute_loss",
+            number=5,
+            fault={"nth": 1},
+        )
+        assert arm.fired and not differences(reference, outcome, SINGLE)
+        assert not [line for line in outcome.said if "exact" in line], outcome.said
+
+
+KINDS = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "RLOO"])
+def test_evaluated_losses_of_generated_text_in_parts(kind: str) -> None:
+    """What is a mean over what is known, whatever a part has of it."""
+    found = []
+    for count in 1, 2, 3, 8:
+        sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+        more = {} if kind == "RLOO" else {"loss_type": kind}
+        family = "RLOO" if kind == "RLOO" else "GRPO"
+        made = protect(online(family, num_generations=4, **sizes, **more), accumulation_steps=count)
+        found.append(made.evaluate()["eval_loss"])
+        assert {record.accumulation_steps for record in records(made)} == {count}
+    assert found == pytest.approx(found[:1] * 4, rel=1e-5, abs=1e-6)
+    assert kind in ("grpo", "RLOO") or abs(found[0]) > 0.01
+
+
+@pytest.mark.parametrize(("kind", "verify"), [(Coupled, None), (trl.GRPOTrainer, True)])
+def test_other_evaluated_losses_are_proven(kind: Any, verify: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trl, "GRPOTrainer", kind)
+        sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+        made = online(loss_type="grpo", num_generations=4, num_train_epochs=2, **sizes)
+    outcome, arm, _ = run(
+        lambda: made,
+        lambda it: protect(it, **({"verify": verify} if verify else {})),
+        method="compute_loss",
+        number=5,
+        fault={"nth": 1},
+    )
+    assert arm.fired and isinstance(outcome.error, oomkit.SplitError), outcome.error
 
 
 # --- metrics ---

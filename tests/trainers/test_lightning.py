@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_runs import CLASSES, FEATURES, Classifier, fit, loader, run, sweep, trainer
-from runs import SINGLE, differences
+from runs import SINGLE, at_most, differences, peak_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -183,6 +183,34 @@ def test_a_step_may_call_another_one() -> None:
             self.log("val_loss", self.training_step(batch, batch_idx))
 
     assert sweep(Same, "validation_step", 1)["split"]
+
+
+class Wide(Classifier):
+    """Has activations that are far larger than its parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = (torch.cat([each] * 128) for each in batch)
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+def test_a_run_with_a_third_of_the_memory(options: dict[str, Any]) -> None:
+    """The plain program dies; the protected one ends, and what it has learnt is the same."""
+    more = {"max_epochs": 3, **options}
+    run(Wide, False, **more)
+    reference, third = peak_of(lambda: run(Wide, False, **more)[0], 3)
+    assert reference.error is None
+    with at_most(third):
+        died, _, _ = run(Wide, False, **more)
+    assert isinstance(died.error, torch.OutOfMemoryError)
+    del died
+    with at_most(third):
+        outcome, _, ours = run(Wide, **more)
+    assert outcome.error is None, outcome.error
+    assert max(record.accumulation_steps for record in ours.records) > 1
+    assert not differences(reference, outcome, 10 * SINGLE)
 
 
 # --- what it leaves ---
