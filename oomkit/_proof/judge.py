@@ -407,7 +407,7 @@ class Proof:
             gap = values.apart(self._written[i], param)
             size = values.apart(self._written[i], self._unwritten[i])
             rounding = 4 * torch.finfo(param.dtype).eps if param.is_floating_point() else 0.0
-            if not gap <= self._limit * size + rounding * values.norm(param):
+            if gap > 0.0 and not gap <= self._limit * size + rounding * values.norm(param):
                 text = f"the value that the step writes to {self.name_of(param)} differs by"
                 self._fail(gap / size if size else math.inf, f"{text} {gap / (size or gap):.2g}")
 

@@ -79,11 +79,11 @@ TRAINERS = [
     ),
     Mutant(
         "proof-of-another-model",
-        "what was proven of the model of one training is not believed of the next one's",
+        "what was shown of the model of one training is not believed of the next one's",
         "oomkit/_trainers/calls.py",
         "        if self._model is not None and self._model() is trainer.model:",
         "        if self._model is not None:",
-        ("trainers/test_hf_other_models.py::test_the_proof_of_a_model_is_not_of_the_next_one",),
+        ("trainers/test_hf_other_models.py::test_losses_of_a_model_are_not_those_of_the_next_one",),
     ),
     Mutant(
         "sizes-not-resumed",

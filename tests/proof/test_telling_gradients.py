@@ -66,6 +66,37 @@ def test_weights_are_found_in_the_first_call_that_tells_them(
             torch.testing.assert_close(one.grad, two.grad, equal_nan=True)
 
 
+def _spoilt(value: float) -> tuple[World, World]:
+    made = [World(0, 1.0, _of_tokens) for _ in range(2)]
+    for each in made:
+        with torch.no_grad():
+            each.model.weight[1] = value
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_parameters_that_are_not_finite_are_the_runs_own(value: float) -> None:
+    """As after an update with such gradients: the step ends as it does without oomkit."""
+    plain, world = _spoilt(value)
+    step = oomkit.auto_batch(world.step, accumulation_steps=2)
+    for _ in range(3):
+        assert step(_batch()) == pytest.approx(plain.step(_batch()), nan_ok=True)
+    assert {record.accumulation_steps for record in step.records} == {2}
+
+
+def test_writing_to_parameters_that_are_not_finite_is_found() -> None:
+    """Values that a part alone writes differ, whatever the others are."""
+    _, world = _spoilt(float("nan"))
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        loss = world.step(batch)
+        world.model.weight.data[0] += len(batch[0])
+        return loss
+
+    with pytest.raises(oomkit.SplitError, match="writes to weight of Linear|was changed"):
+        oomkit.auto_batch(step, accumulation_steps=2)(_batch())
+
+
 @pytest.mark.parametrize("silent", [2, 5])  # after five no comparison of losses is due
 def test_a_loss_that_couples_is_refused_in_the_first_call_that_tells_it(silent: int) -> None:
     def coupled(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,29 @@ def test_the_proof_of_a_model_is_not_of_the_next_one() -> None:
     assert len(records(made)) >= 4  # those of the first training are kept
 
 
+def test_losses_of_a_model_are_not_those_of_the_next_one() -> None:
+    """Split losses of the first are finite; of those of the next, nothing can be proven."""
+
+    class Lost(torch.nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.inner, self.factor = _classifier(), factor
+
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, Any]:
+            found = self.inner(input_ids, attention_mask, labels=labels)
+            return {"loss": found.loss * self.factor, "logits": found.logits}
+
+    factors = iter([1.0, 1.0, float("nan")])
+    made = trainer(
+        None, labelled("class"), eval_strategy="no", model_init=lambda: Lost(next(factors))
+    )
+    made.remove_callback(hf.PrinterCallback)
+    _halved(made).train()
+    assert [record.accumulation_steps for record in records(made)] == [2] * 4
+    with pytest.raises(oomkit.SplitError, match="its loss was nan in 3 split calls in a row"):
+        made.train()
+
+
 def test_the_proof_of_a_model_is_not_of_one_that_is_protected_after_it() -> None:
     made = _halved(_made())
     made.remove_callback(hf.PrinterCallback)
