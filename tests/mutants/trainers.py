@@ -146,6 +146,16 @@ TRAINERS = [
         "            if each in ()\n",
         ("trainers/test_hf_refused.py::test_losses_that_sort_the_pairs_of_a_batch",),
     ),
+    Mutant(
+        "inputs-copied",
+        "a call is made again with the tensors that the loop holds",
+        "oomkit/_trainers/calls.py",
+        "else inputs\n        result = self.books",
+        "else {**inputs, 'input_ids': inputs['input_ids'].clone()}\n        result = self.books",
+        (
+            "trainers/test_hf_sweep.py::test_a_call_that_is_made_again_has_no_copies_of_inputs_or_gradients",
+        ),
+    ),
 ]
 
 LIGHTNING = [

@@ -170,7 +170,7 @@ def test_evaluated_losses_of_generated_text_survive(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("number", [2, 5])  # of training, and of evaluation
-def test_with_a_reference(kind: str, number: int, tmp_path: Path) -> None:
+def test_losses_with_a_reference_survive(kind: str, number: int, tmp_path: Path) -> None:
     def make() -> Any:
         return online(kind, beta=0.1, output_dir=tmp_path)
 
