@@ -202,7 +202,7 @@ oomkit_fault_set_phase(int phase)
 {
     int before = thread_phase == 0 ? OOMKIT_PHASE_FORWARD : thread_phase - 1;
 
-    if (phase < 0 || phase >= OOMKIT_PHASES) {
+    if (phase < 0 || phase >= OOMKIT_PHASES || thread_phase == phase + 1) {
         return before;
     }
     if (before != OOMKIT_PHASE_FORWARD) {

@@ -184,10 +184,13 @@ engine_begin(oomkit_call *call)
     }
     oomkit_device_prepare(st, call->device);
     oomkit_window_begin(call);
-    if (oomkit_ranks_enter(call) < 0 || oomkit_weights_of_ranks(call) < 0) {
+    if (oomkit_ranks_enter(call) < 0) {
         return -1;
     }
     if (oomkit_ranks_agreed(call)) { /* what was reduced is no rank's own any more */
+        if (oomkit_weights_of_ranks(call) < 0) {
+            return -1;
+        }
         oomkit_grads_force_copies(call);
         oomkit_grads_allow_no_aside(call);
     }

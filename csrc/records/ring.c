@@ -72,13 +72,13 @@ slot_write(oomkit_ring *ring, uint64_t index, uint64_t amended,
 {
     ring_slot *slot = &ring->slots[place_of(ring, index)];
     uint64_t sequence = (amended << AMENDED_SHIFT) | (2 * index + 1);
-    uint64_t words[WORDS];
+    uint64_t word;
     size_t i;
 
-    memcpy(words, record, sizeof(words));
     atomic_store_explicit(&slot->sequence, sequence, memory_order_relaxed);
     for (i = 0; i < WORDS; i++) {
-        atomic_store_explicit(&slot->words[i], words[i], memory_order_release);
+        memcpy(&word, (const char *)record + i * sizeof(word), sizeof(word));
+        atomic_store_explicit(&slot->words[i], word, memory_order_release);
     }
     atomic_store_explicit(&slot->sequence, sequence + 1, memory_order_release);
 }
@@ -151,13 +151,13 @@ oomkit_ring_read_own(const oomkit_ring *ring, uint64_t index, oomkit_record *rec
 {
     const ring_slot *slot = &ring->slots[place_of(ring, index)];
     const ring_slot *next = &ring->slots[place_of(ring, index + 1)];
-    uint64_t words[WORDS];
+    uint64_t word;
     size_t i;
 
     for (i = 0; i < WORDS; i++) {
-        words[i] = atomic_load_explicit(&slot->words[i], memory_order_relaxed);
+        word = atomic_load_explicit(&slot->words[i], memory_order_relaxed);
+        memcpy((char *)record + i * sizeof(word), &word, sizeof(word));
     }
-    memcpy(record, words, sizeof(words));
 #if defined(__GNUC__)
     for (i = 0; i < WORDS; i += 64 / sizeof(uint64_t)) {
         __builtin_prefetch((const char *)next + i * sizeof(uint64_t), 1);
