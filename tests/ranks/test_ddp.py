@@ -30,7 +30,7 @@ def test_faults_leave_no_trace(options: list[str]) -> None:
     if WHOLE:
         _sweep("programs_ddp", 2, options, kinds=KINDS, at=[0, 1, 2])
     else:
-        _sweep("programs_ddp", 2, options, kinds=["last", "again"], at=[2, 1], stride=9, offset=2)
+        _sweep("programs_ddp", 2, options, kinds=["last", "again"], at=[2, 1], stride=13, offset=2)
 
 
 def test_each_place_of_a_plain_step() -> None:
@@ -42,7 +42,7 @@ def test_faults_leave_no_trace_sharded(options: list[str]) -> None:
     if WHOLE:
         _sweep("programs_fsdp", 2, options, kinds=KINDS, at=[0, 1, 2])
     else:
-        _sweep("programs_fsdp", 2, options, kinds=["last", "again"], at=[1], stride=40, offset=2)
+        _sweep("programs_fsdp", 2, options, kinds=["last", "again"], at=[1], stride=80, offset=2)
 
 
 @pytest.mark.parametrize("option", programs_ddp.OPTIONS if WHOLE else ["plain"])

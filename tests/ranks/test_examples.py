@@ -69,7 +69,7 @@ def test_pretraining_keeps_its_global_batch_finds_its_size_and_resumes(tmp_path:
 def test_pretraining_without_oomkit_dies(tmp_path: Path) -> None:
     options = ["--scale", "tiny", "--global-batch", "256", "--steps", "4"]
     options += ["--checkpoint", str(tmp_path / "checkpoint.pt")]
-    status, said = _torchrun(2, "examples/pretrain.py", "--plain", *options)
+    status, said = _run(2, "examples/pretrain.py", "--plain", *options)
     assert status != 0 and "out of memory" in said
 
 

@@ -81,9 +81,8 @@ JOINED: dict[str, dict[str, Any]] = {
     }
     for kind, divide in sampled(
         list(itertools.product(UNEVEN, (True, False))),
-        len(UNEVEN),
+        4,
         "joined",
-        kind=lambda case: case[0],
         always=lambda case: case[0] == "plain" or case in NAMED,
     )
 }
