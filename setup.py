@@ -16,8 +16,10 @@ import os
 import re
 import shlex
 import site
+import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
@@ -26,7 +28,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 LANGUAGE_FLAGS = {
-    ".c": ["-std=c11", "-fvisibility=hidden"],
+    ".c": ["-std=c11", "-fvisibility=hidden", "-ffunction-sections"],
     ".cpp": ["-std=c++20", "-fvisibility=hidden", "-fvisibility-inlines-hidden"],
 }
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wundef", "-Wformat=2"]
@@ -34,6 +36,7 @@ LANGUAGE_WARNINGS = {
     ".c": ["-Wstrict-prototypes", "-Wold-style-definition", "-Wmissing-prototypes"],
     ".cpp": [],
 }
+HEALTHY = "csrc/module/healthy.ld"
 NO_TORCH = """
 oomkit is built against the PyTorch that it will run with, and this build found none.
 Install PyTorch first, then oomkit: pip install torch && pip install .
@@ -53,8 +56,18 @@ def optimised(command: list[str]) -> list[str]:
     return [*command[:at], *shlex.split(sysconfig.get_config_var("CFLAGS") or ""), *command[at:]]
 
 
+def links(linker: list[str], options: list[str]) -> bool:
+    """Whether a linker knows these options: GNU's and LLVM's do, gold and Apple's do not."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = [*linker, *options, "-x", "c", os.devnull, "-o", str(Path(folder, "made.so"))]
+        try:
+            return subprocess.run(made, capture_output=True).returncode == 0
+        except OSError:  # no compiler: the build says so
+            return False
+
+
 class BuildExt(build_ext):
-    """Adds the flags that belong to one language only, and uses every core."""
+    """Adds the flags that belong to one language only, orders functions, and uses every core."""
 
     def build_extensions(self) -> None:
         if len(self.extensions) == 1 and os.environ.get("OOMKIT_NO_BRIDGE") != "1":
@@ -62,6 +75,10 @@ class BuildExt(build_ext):
         for kind in ("compiler_so", "compiler_so_cxx"):
             if hasattr(self.compiler, kind):
                 setattr(self.compiler, kind, optimised(getattr(self.compiler, kind)))
+        script = ["-Wl,-T," + HEALTHY]
+        if self.compiler.compiler_type == "unix" and links(self.compiler.linker_so, script):
+            core = next(ext for ext in self.extensions if ext.name == "oomkit._C")
+            core.extra_link_args = script
         compile_one = self.compiler._compile
         link = self.compiler.link_shared_object
         strict = os.environ.get("OOMKIT_WERROR") == "1"
@@ -142,7 +159,7 @@ def extensions() -> list[Extension]:
         Extension(
             "oomkit._C",
             sources=sources + core,
-            depends=headers,
+            depends=[*headers, HEALTHY],
             extra_compile_args=python_include,
         )
     ]

@@ -1,11 +1,12 @@
 """What a healthy call costs in instructions: decorated against bare, function by function.
 
-    python benchmarks/instructions.py [--only NAME ...] [--functions 40]
+    python benchmarks/instructions.py [--only NAME ...] [--functions 40] [--order FILE]
 
 Valgrind counts them, so that a busy machine changes nothing; needs valgrind with its headers and
 a C compiler. One process calls the bare and the decorated function of each row in turn. With
 --functions also where the difference is: functions by their own instructions, then those of oomkit
-with all that they call. The exit status is always 0.
+with all that they call. --order writes the script by which the linker puts the functions that were
+called in a row (csrc/module/healthy.ld). The exit status is always 0.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pathlib import Path
 
 import overhead
 import torch
+
+import oomkit
 
 HERE = Path(__file__).resolve()
 CALLS, BEFORE = 50, 60
@@ -102,6 +105,30 @@ def difference(mine: Counter[str], bare: Counter[str]) -> list[tuple[float, str]
     return sorted(found, key=lambda row: -abs(row[0]))
 
 
+ORDER = """/* What a call runs when nothing fails, in a row: 16 pages where it was spread over 64,
+ * which the step between two calls evicts from the TLB. A name that is missing costs time alone.
+ * Written by `python benchmarks/instructions.py --order csrc/module/healthy.ld`. */
+SECTIONS
+{{
+  .text.healthy :
+  {{
+{}
+  }}
+}}
+INSERT BEFORE .text;
+"""
+
+
+def write_order(path: str, counted: Counter[str]) -> None:
+    """The linker script of those functions of oomkit._C that were called."""
+    symbols = subprocess.run(
+        ["nm", oomkit._C.__file__], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    ours = {line.split()[2] for line in symbols if line.split()[-2] in ("t", "T")}
+    called = sorted(name for name, count in counted.items() if count > 0 and name in ours)
+    Path(path).write_text(ORDER.format("\n".join(f"    *(.text.{name})" for name in called)))
+
+
 def show(row: str, bare: Path, mine: Path, functions: int) -> None:
     own, whole = zip(read(mine), read(bare), strict=True)
     after, before = (sum(one.values()) / CALLS for one in own)
@@ -117,6 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", nargs="*", choices=ROWS, help="these rows")
     parser.add_argument("--functions", type=int, default=0, help="show so many of them")
+    parser.add_argument("--order", metavar="FILE", help="write the linker's script")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -136,9 +164,13 @@ def main() -> int:
         env = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=env)
         print(f"{'instructions of one call':50}{'bare':>12}{'decorated':>12}{'over bare':>12}")
+        counted: Counter[str] = Counter()
         for number, row in enumerate(rows):
             bare, mine = (Path(f"{out}.{2 * number + each}") for each in (1, 2))
             show(row, bare, mine, args.functions)
+            counted += read(mine)[0]
+        if args.order:
+            write_order(args.order, counted)
     return 0
 
 

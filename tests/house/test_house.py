@@ -59,6 +59,14 @@ def test_includes_point_down() -> None:
         assert above == [], name
 
 
+def test_functions_that_the_linker_puts_in_a_row_are_there() -> None:
+    """Written by benchmarks/instructions.py --order; one with another name would stand apart."""
+    script = (CSRC / "module" / "healthy.ld").read_text(encoding="utf-8")
+    named = set(re.findall(r"\(\.text\.(\w+)", script))
+    assert len(named) > 100
+    assert named - {name for found in HOUSE.defined.values() for name in found} == set()
+
+
 def test_headers_include_in_no_circle() -> None:
     TopologicalSorter(HOUSE.cycles()).prepare()
 

@@ -115,6 +115,13 @@ def test_a_bridge_built_for_another_torch_is_not_taken(
     assert seen == [stays] and mark.read_text() == "2_14"
 
 
+def test_a_linker_that_takes_no_script_gets_none() -> None:
+    links = runpy.run_path(str(SETUP), run_name="setup")["links"]
+    assert links(["gcc", "-shared"], [])
+    assert not links(["gcc", "-shared"], ["-Wl,--no-such-option"])
+    assert not links(["no-such-compiler"], [])
+
+
 @pytest.mark.parametrize(("flags", "level"), [("-g0", "of Python"), ("-O1 -g", "-O1")])
 def test_flags_of_the_environment_leave_the_build_optimised(
     flags: str, level: str, monkeypatch: pytest.MonkeyPatch
