@@ -347,6 +347,7 @@ class Agreement(Call):
     def _excuse(self, exception: BaseException) -> None:
         """An error leaves the call: who waits for this rank is told."""
         text = self.note(exception)
+        self._waits |= all(r.model.require_backward_grad_sync for r in self._reducers)
         flying = any(reducer.flying for reducer in self._reducers)
         awaited = flying or self._done > 0 or self.weighs or (self._cautious and self._waits)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is

@@ -117,6 +117,25 @@ def synchronised_in_part(rank: Rank) -> list[float]:
     return found
 
 
+def fails_after_its_flag(rank: Rank) -> list[str]:
+    """An error in a step that has set its model's mode itself, and one of the step after it."""
+    model, _, x, y = _begin(rank)
+    ddp: Any = model
+
+    @oomkit.auto_batch(verify=False, model=model)
+    def step(x: torch.Tensor, y: torch.Tensor, fails: bool) -> None:
+        ddp.require_backward_grad_sync = True
+        if fails:
+            raise ValueError("a label that there is not")
+        F.mse_loss(model(x), y).backward()
+
+    found = []
+    for fails in (rank.rank == 1, False):
+        ddp.require_backward_grad_sync = False
+        found.append(_raised(lambda fails=fails: step(x, y, fails)))
+    return found
+
+
 def said_of_a_split(rank: Rank) -> list[str]:
     """Warnings of the first and of a later step, where the batch is split."""
     _, _, x, y = _begin(rank)

@@ -105,6 +105,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "in part": ("synchronised_in_part", {}),
     "at entry": ("fails_at_entry", {}),
     "said": ("said_of_a_split", {}),
+    "after its flag": ("fails_after_its_flag", {}),
     "first gather": ("first_gather", {}),
     "accumulated": ("accumulated", {}),
     "reported": ("reported", {}),
@@ -157,6 +158,14 @@ def test_the_backward_of_a_step_that_synchronises_is_the_same_in_micro_batches()
 
 def test_what_the_wrapper_notes_in_itself_is_no_effect_of_the_step() -> None:
     assert _of("said") == [[], []]
+
+
+def test_an_error_after_a_step_has_set_its_mode_reaches_all() -> None:
+    (first, after), (own, after_own) = _of("after its flag")
+    error = "ValueError: a label that there is not"
+    assert own == error
+    assert message_of(first) == f"RankError: rank 1 cannot continue: {error}"
+    assert after == after_own == "nothing"
 
 
 def test_a_call_that_fails_before_it_has_begun_leaves_its_models_as_they_were() -> None:
