@@ -692,10 +692,9 @@ proof_judge(oomkit_proof *p)
     entry = params == NULL ? NULL : oomkit_proof_gradients_values(p);
     if (entry != NULL) {
         p->judge = PyObject_CallFunction(
-            call->st->proof, "OOOOOO", call->options->label,
+            call->st->proof, "OOOOO", call->options->label,
             call->parts->roots == NULL ? Py_None : call->parts->roots, params, entry,
-            known == NULL || known->tried == NULL ? Py_None : known->tried,
-            oomkit_weights_are_free(call) ? Py_True : Py_False);
+            known == NULL || known->tried == NULL ? Py_None : known->tried);
     }
     if (known != NULL) {
         p->rule = Py_XNewRef(known->rule);

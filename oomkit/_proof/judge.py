@@ -60,6 +60,8 @@ _VALUE = {
     torch.int32: 0.1,
     torch.bool: 0.1,
 }
+# A loss that cancels to nothing (advantages of a group, whose mean is 0) is rounding of its terms.
+_NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 _LOSS = frozenset({"result", "result[0]", "result['loss']", "result.loss"})
 _SQUARED = 1e-6  # what a norm can tell that is the difference of squares, in double
 _LOOSE = 2.5  # how much looser a bound of gradients is than one of losses
@@ -125,7 +127,6 @@ class Proof:
         params: the parameters, in the engine's order.
         entry: their gradients before the step, which accumulates on top of them.
         tried: what an earlier proof has learnt of weights that are not in use.
-        free: the step names neither weights nor a reduction.
     """
 
     def __init__(
@@ -135,7 +136,6 @@ class Proof:
         params: list[torch.Tensor],
         entry: list[torch.Tensor | None],
         tried: Tried | None,
-        free: bool,
     ) -> None:
         self.label = label
         self._roots = _alive(roots)
@@ -143,8 +143,6 @@ class Proof:
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = Quiet()
         self._orders = False  # rows are put in order
-        self._free = free
-        self._tiny = False  # rounding is all that there may be of a result
         self._stream = torch.get_rng_state()
         self._runs: dict[str, _Run] = {}
         self._now = ""
@@ -583,15 +581,11 @@ class Proof:
             ):
                 continue
             gap, limit = values.gap(one, two), self._result_limit(one)
-            tiny = gap > limit and place in _LOSS and values.cancel(one, two, (1.0,), (1.0,))
-            if tiny and not self._free and not self._has_gradient():
-                self._tiny = True  # rounding, or small: joined as the step says
-                continue
             if self._is_joined(place, one, made, limit) or gap <= limit:
                 continue
             if (
                 place in _LOSS
-                and values.is_rounding(one, two)
+                and _is_rounding(one, two)
                 and any(float(one) in losses for losses in whole.losses)
                 and self._has_gradient()
             ):
@@ -604,10 +598,9 @@ class Proof:
             self._fail(gap, f"{place} of the joined parts is {what}")
 
     def _is_joined(self, place: str, one: Any, made: _Run, limit: float) -> bool:
-        parts, weights = [each.get(place) for each in made.each], made.weights
-        return not self.noise and (  # where terms cancel nothing else is told: other parts may do
-            values.cancel(one, made.results.get(place), parts, weights)
-            or self._numbers.note(place, one, parts, weights, made.rows, limit, self._has_gradient)
+        parts = [each.get(place) for each in made.each]
+        return not self.noise and self._numbers.note(
+            place, one, parts, made.weights, made.rows, limit, self._has_gradient
         )
 
     def all_figures(self, known: dict[str, int]) -> dict[str, int]:
@@ -688,7 +681,6 @@ class Proof:
     def proven(self, whole: int, first: int, second: int) -> str:
         """The line that says so."""
         how = "; a coarse comparison, because the step draws random numbers" if self.noise else ""
-        how += "; the loss is too small to tell" if self._tiny else ""
         return (
             f"proved the split of {self.label}: {whole} rows and the same rows as {first} and "
             f"{second} give the same gradients and results{how}"
@@ -698,7 +690,7 @@ class Proof:
     def decides(self) -> bool:
         """Whether other gradients would have shown: not where all are 0, or one is not finite, or
         rows are put in an order, which shows nothing while their values are equal."""
-        return not (self._orders or self._tiny or "odd" in self._gradients or self.is_silent)
+        return not (self._orders or "odd" in self._gradients or self.is_silent)
 
     @property
     def is_silent(self) -> bool:
@@ -852,6 +844,13 @@ class Proof:
             return True
         weighers = list(candidates(leaves, _C.modules_of(_alive(roots)), tried))
         return decisive(weighers, slices, used, tried, unit) is not None
+
+
+def _is_rounding(one: Any, two: Any) -> bool:
+    """Whether two losses differ by rounding of terms that are not small."""
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or one.ndim:
+        return False
+    return two.ndim == 0 and abs(float(one) - float(two)) <= _NOTHING.get(one.dtype, 0.0)
 
 
 def _left(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,10 @@ from .rows import leaves_of
 __all__ = [
     "added",
     "apart",
-    "cancel",
     "dense",
     "far",
     "gap",
     "host",
-    "is_rounding",
     "is_same",
     "kept_leaves",
     "mark",
@@ -35,8 +32,6 @@ _SAMPLE = 64  # values of a parameter that tell that it has moved
 _CHUNK = 1 << 16  # elements that a cache holds
 _RECKONED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIDE = (torch.float32, torch.float64)
-# A loss that cancels to nothing (advantages of a group, whose mean is 0) is rounding of its terms.
-_NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 _TINY = 1e-30  # smaller squares may have been lost in single precision
 
 
@@ -210,37 +205,3 @@ def far(one: float, two: float, limit: float) -> bool:
         return False
     scale = max(abs(one), abs(two))
     return not abs(one - two) <= limit * scale
-
-
-def is_rounding(one: Any, two: Any, scale: float = 1.0) -> bool:
-    """Whether two losses differ by rounding of terms that are not small.
-
-    Args:
-        one: of the whole.
-        two: of the joined parts.
-        scale: of the terms.
-    """
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or one.ndim:
-        return False
-    gap = abs(float(one) - float(two))
-    return two.ndim == 0 and gap <= scale * _NOTHING.get(one.dtype, 0.0)
-
-
-def cancel(one: Any, two: Any, parts: Sequence[Any], weights: Sequence[float]) -> bool:
-    """Whether the parts' terms make nothing of a loss but rounding of what they are.
-
-    Args:
-        one: of the whole.
-        two: of the joined parts.
-        parts: each part's.
-        weights: of the parts.
-    """
-    numbers = [number(part) for part in parts]
-    terms = [abs(n * w) for n, w in zip(numbers, weights, strict=False) if n is not None and w]
-    scale = max(terms, default=0.0)
-    nothing = torch.zeros_like(one) if isinstance(one, torch.Tensor) else None
-    return (
-        math.isfinite(scale)
-        and is_rounding(one, nothing, scale)
-        and is_rounding(two, nothing, scale)
-    )

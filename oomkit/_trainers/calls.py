@@ -42,6 +42,15 @@ def own(trainer: Any, name: str) -> Callable[..., Any]:
     return found
 
 
+def _cancels(trainer: Any, family: str) -> bool:
+    """Whether an evaluated loss is TRL's own of advantages, whose mean is 0: rounding alone is left
+    of it, which no comparison tells from another loss. How it is joined stands in a table.
+    """
+    names = ("prediction_step", "compute_loss", "_compute_loss")
+    there = [own(trainer, name) for name in names if hasattr(trainer, name)]
+    return family in _ONLINE and all(f.__module__.startswith("trl.") for f in there)
+
+
 # The steps. Each trainer gets functions with a code of their own (`_function`), for sizes are
 # kept by code; what takes part is found in their arguments.
 
@@ -191,10 +200,8 @@ class Call(Placed):
         trainer = self._owner
         function = _function(trainer(), name, _STEPS[name])
         kind = getattr(trainer(), "loss_type", None)
-        if evaluates and self._family in _ONLINE and self._options["verify"] is not True:
-            # Advantages cancel, and of the loss only rounding is left; the table below is right.
-            if getattr(self.method, "__module__", "").startswith("trl."):
-                options["verify"] = False
+        if evaluates and self._options["verify"] is None and _cancels(trainer(), self._family):
+            options["verify"] = False
         if self._family == "GRPOTrainer" and kind == "bnpo":
             options["weight"] = completion_tokens
         elif self._family in _ONLINE:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+from .. import _C
 
 __all__ = ["Placed", "placed_in"]
 
@@ -39,7 +42,7 @@ class Placed:
         self._unset()
         copies = _copies_of(self._owner())
         if copies is not None:
-            copies.placed.remove(self)
+            copies.placed = [each for each in copies.placed if each is not self]
             if not copies.placed:
                 copies._unset()
 
@@ -70,9 +73,26 @@ class _Copies(Placed):
     def __init__(self, owner: Any) -> None:
         super().__init__(owner, _REDUCE)
         self.placed: list[Placed] = []
+        self._kind = type(owner).__name__
+
+    def _is_elsewhere(self, owner: Any) -> bool:
+        """Whether a dictionary of another object has this, too."""
+        mine = vars(owner)
+        for found in gc.get_referrers(self):
+            if found is not mine and found is not owner:
+                there = found if type(found) is dict else getattr(found, "__dict__", None)
+                if isinstance(there, dict) and there.get(_REDUCE) is self:
+                    return True
+        return False
 
     def __call__(self, protocol: Any) -> Any:
         owner = self._owner()
+        if owner is None or self._is_elsewhere(owner):
+            raise TypeError(
+                f"an object was given a copy of the dictionary of a {self._kind} that oomkit "
+                "protects, so that oomkit cannot tell which of them is to be copied or pickled: "
+                f"make copies by copy.copy(), or when the training has ended{_C.see('trainers')}"
+            )
         own = self._replaced or getattr(type(owner), _REDUCE).__get__(owner)
         made = own(protocol)
         if not isinstance(made, tuple):

@@ -156,9 +156,19 @@ def test_evaluated_losses_of_generated_text_in_parts(kind: str) -> None:
     assert kind in ("grpo", "RLOO") or abs(found[0]) > 0.01
 
 
-def test_other_evaluated_losses_are_proven() -> None:
+class CoupledInside(trl.GRPOTrainer):  # type: ignore[misc]
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        return super()._compute_loss(model, inputs) + model(**_shown(inputs)).logits.var()
+
+
+def _shown(inputs: Any) -> dict[str, torch.Tensor]:
+    return {"input_ids": inputs["completion_ids"], "attention_mask": inputs["completion_mask"]}
+
+
+@pytest.mark.parametrize("kind", [Coupled, CoupledInside])
+def test_other_evaluated_losses_are_proven(kind: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trl, "GRPOTrainer", Coupled)
+        patch.setattr(trl, "GRPOTrainer", kind)
         sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
         made = online(loss_type="grpo", num_generations=4, num_train_epochs=2, **sizes)
     outcome, arm, _ = run(

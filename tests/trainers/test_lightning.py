@@ -473,6 +473,23 @@ def test_a_class_that_copies_itself() -> None:
     assert "oomkit" not in repr([*vars(made[0]).values()])
 
 
+def test_of_two_that_share_a_dictionary_none_is_copied_as_the_other() -> None:
+    made = []
+
+    def share(_: Any, module: Any) -> None:
+        clone = Classifier()
+        clone.__dict__ = dict(vars(module))
+        for each in (clone, module):
+            with pytest.raises(TypeError, match="a copy of the dictionary of a Classifier"):
+                copy.copy(each)
+        del clone
+        made.append(copy.copy(module))
+
+    keep = lightning.pytorch.callbacks.LambdaCallback(on_train_epoch_end=share)
+    fit(trainer([AutoBatch(accumulation_steps=2), keep]), Classifier())
+    assert made
+
+
 def _doubled(module: Any, batch: Any, batch_idx: int) -> torch.Tensor:
     return 2 * module.net(batch[0])
 
