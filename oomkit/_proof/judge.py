@@ -598,12 +598,11 @@ class Proof:
             self._fail(gap, f"{place} of the joined parts is {what}")
 
     def _is_joined(self, place: str, one: Any, made: _Run, limit: float) -> bool:
-        parts = [each.get(place) for each in made.each]
+        parts, added = [each.get(place) for each in made.each], sum(made.weights) > 1.5  # a sum
         noted = not self.noise and self._numbers.note(
             place, one, parts, made.weights, made.rows, limit, self._has_gradient
         )
-        is_added = place in _LOSS and sum(made.weights) > 1.5  # an evaluated sum, whatever fits
-        return noted and (not is_added or self._has_gradient())
+        return noted and (place not in _LOSS or not added or self._has_gradient())
 
     def all_figures(self, known: dict[str, int]) -> dict[str, int]:
         """How numbers in results are joined: what the site knows, and what was shown here."""
