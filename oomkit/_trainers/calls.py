@@ -42,7 +42,7 @@ def own(trainer: Any, name: str) -> Callable[..., Any]:
     return found
 
 
-def _cancels(trainer: Any, family: str) -> bool:
+def _cancels(trainer: Any, family: str | None) -> bool:
     """Whether an evaluated loss is TRL's own of advantages, whose mean is 0: rounding alone is left
     of it, which no comparison tells from another loss. How it is joined stands in a table.
     """
