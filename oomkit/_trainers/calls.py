@@ -42,12 +42,14 @@ def own(trainer: Any, name: str) -> Callable[..., Any]:
     return found
 
 
-def _cancels(trainer: Any, family: str | None) -> bool:
+def _cancels(trainer: Any, family: str | None, method: Any, name: str) -> bool:
     """Whether an evaluated loss is TRL's own of advantages, whose mean is 0: rounding alone is left
     of it, which no comparison tells from another loss. How it is joined stands in a table.
+
+    What somebody has put around the method since is no part of it.
     """
-    names = ("prediction_step", "compute_loss", "_compute_loss")
-    there = [own(trainer, name) for name in names if hasattr(trainer, name)]
+    inner = ("_compute_loss",) if name == "evaluated_loss" else ("compute_loss", "_compute_loss")
+    there = [method, *(own(trainer, each) for each in inner if hasattr(trainer, each))]
     return family in _ONLINE and all(f.__module__.startswith("trl.") for f in there)
 
 
@@ -200,8 +202,9 @@ class Call(Placed):
         trainer = self._owner
         function = _function(trainer(), name, _STEPS[name])
         kind = getattr(trainer(), "loss_type", None)
-        if evaluates and self._options["verify"] is None and _cancels(trainer(), self._family):
-            options["verify"] = False
+        if evaluates and self._options["verify"] is None:
+            if _cancels(trainer(), self._family, self.method, name):
+                options["verify"] = False
         if self._family == "GRPOTrainer" and kind == "bnpo":
             options["weight"] = completion_tokens
         elif self._family in _ONLINE:
