@@ -14,12 +14,11 @@ import platform
 import random
 import signal
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .launch import ROOT, started
-from .programs_ends import PATIENCE
+from .programs.ends import PATIENCE, victim_of
 
 TABLE = ROOT / "benchmarks" / "results" / "ranks-ends.txt"
 HOW = ("kill", "stop", "raise", "exit")
@@ -55,14 +54,11 @@ def one_end(how: str, sharded: bool, seed: int) -> Ends:
     given = {"how": how, "sharded": sharded, "option": option, "seed": seed}
     given["nodes"] = [world // machines] * machines
     found = Ends(1)
-    with started("programs_ends:one_ends", world, 100.0, **given) as (processes, folder, finish):
+    with started("ends:one_ends", world, 100.0, **given) as (processes, finish):
         if how == "stop":
-            results = [folder / f"result-{rank}" for rank in range(world)]
-            while sum(result.exists() for result in results) < world - 1:
-                time.sleep(0.05)
-            for process, result in zip(processes, results, strict=True):
-                if not result.exists():
-                    os.kill(process, signal.SIGKILL)
+            stopped = victim_of(seed, world)
+            finish(but=stopped)
+            os.kill(processes[stopped], signal.SIGKILL)
         ended = finish()
     told = [one.result for one in ended if one.result is not None]
     for one in told:

@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import programs_ddp, programs_fsdp
 from .launch import ROOT, ranks_of
+from .programs import ddp, fsdp
 
-PROGRAMS = ("programs_ddp", "programs_fsdp")
+PROGRAMS = ("ddp", "fsdp")
 KINDS = ("first", "last", "all", "again", "pair")
 TABLE = ROOT / "benchmarks" / "results" / "ranks.txt"
 
@@ -51,9 +51,9 @@ class Swept:
 
 
 def options_of(program: str, world: int) -> tuple[str, ...]:
-    if program == "programs_ddp":
-        return programs_ddp.OPTIONS
-    return (*programs_fsdp.OPTIONS, *(programs_fsdp.OF_FOUR if world == 4 else ()))
+    if program == "ddp":
+        return ddp.OPTIONS
+    return (*fsdp.OPTIONS, *(fsdp.OF_FOUR if world == 4 else ()))
 
 
 def units() -> list[str]:
@@ -116,7 +116,7 @@ def table(found: dict[str, Swept], said: list[str]) -> str:
         one = found.get(unit, Swept())
         program, world, option = unit.split(" / ")
         lines.append(
-            f"{program.removeprefix('programs_'):14s} {world:>5s} {option:14s} {one.cases:7d} "
+            f"{program:14s} {world:>5s} {option:14s} {one.cases:7d} "
             f"{one.fired:7d} {len(one.wrong):6d} {len(one.hung):5d}"
         )
         total.add(one)

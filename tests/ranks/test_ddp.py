@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 from helpers.sample import WHOLE, sampled
 
-from . import programs_ddp, programs_fsdp
 from .launch import results_of
+from .programs import ddp, fsdp
 
 KINDS = ("first", "last", "all", "again", "pair")
 ALWAYS = ("plain", "norm", "accumulation", "fp16")
-SOME = sampled([*programs_ddp.OPTIONS], 4, "options", always=lambda option: option in ALWAYS)
-SHARDED = sampled(
-    [*programs_fsdp.OPTIONS], 2, "sharded", always=lambda option: option in ("proof", "parts")
-)
+SOME = sampled([*ddp.OPTIONS], 4, "options", always=lambda option: option in ALWAYS)
+SHARDED = sampled([*fsdp.OPTIONS], 2, "sharded", always=lambda option: option in ("proof", "parts"))
 
 
 def _sweep(program: str, world: int, options: object, **given: object) -> None:
@@ -25,43 +23,43 @@ def _sweep(program: str, world: int, options: object, **given: object) -> None:
             assert one["failures"] == [], option
 
 
-@pytest.mark.parametrize("options", [[o] for o in programs_ddp.OPTIONS] if WHOLE else [SOME])
+@pytest.mark.parametrize("options", [[o] for o in ddp.OPTIONS] if WHOLE else [SOME])
 def test_faults_leave_no_trace(options: list[str]) -> None:
     if WHOLE:
-        _sweep("programs_ddp", 2, options, kinds=KINDS, at=[0, 1, 2])
+        _sweep("ddp", 2, options, kinds=KINDS, at=[0, 1, 2])
     else:
-        _sweep("programs_ddp", 2, options, kinds=["last", "again"], at=[2, 1], stride=13, offset=2)
+        _sweep("ddp", 2, options, kinds=["last", "again"], at=[2, 1], stride=13, offset=2)
 
 
 def test_each_place_of_a_plain_step() -> None:
-    _sweep("programs_ddp", 2, ["plain"], kinds=["last"], at=[1])
+    _sweep("ddp", 2, ["plain"], kinds=["last"], at=[1])
 
 
-@pytest.mark.parametrize("options", [[o] for o in programs_fsdp.OPTIONS] if WHOLE else [SHARDED])
+@pytest.mark.parametrize("options", [[o] for o in fsdp.OPTIONS] if WHOLE else [SHARDED])
 def test_faults_leave_no_trace_sharded(options: list[str]) -> None:
     if WHOLE:
-        _sweep("programs_fsdp", 2, options, kinds=KINDS, at=[0, 1, 2])
+        _sweep("fsdp", 2, options, kinds=KINDS, at=[0, 1, 2])
     else:
-        _sweep("programs_fsdp", 2, options, kinds=["last", "again"], at=[1], stride=80, offset=2)
+        _sweep("fsdp", 2, options, kinds=["last", "again"], at=[1], stride=80, offset=2)
 
 
-@pytest.mark.parametrize("option", programs_ddp.OPTIONS if WHOLE else ["plain"])
+@pytest.mark.parametrize("option", ddp.OPTIONS if WHOLE else ["plain"])
 def test_four_ranks(option: str) -> None:
     if WHOLE:
-        _sweep("programs_ddp", 4, [option], kinds=KINDS, at=[1], stride=2)
+        _sweep("ddp", 4, [option], kinds=KINDS, at=[1], stride=2)
     else:
-        _sweep("programs_ddp", 4, [option], kinds=["pair"], at=[1], stride=13)
+        _sweep("ddp", 4, [option], kinds=["pair"], at=[1], stride=13)
 
 
 @pytest.mark.parametrize(
     "options",
-    [[o] for o in (*programs_fsdp.OPTIONS, *programs_fsdp.OF_FOUR)] if WHOLE else [["hsdp"]],
+    [[o] for o in (*fsdp.OPTIONS, *fsdp.OF_FOUR)] if WHOLE else [["hsdp"]],
 )
 def test_four_ranks_sharded(options: list[str]) -> None:
     if WHOLE:
-        _sweep("programs_fsdp", 4, options, kinds=KINDS, at=[1], stride=2)
+        _sweep("fsdp", 4, options, kinds=KINDS, at=[1], stride=2)
     else:
-        _sweep("programs_fsdp", 4, options, kinds=["pair"], at=[1], stride=40)
+        _sweep("fsdp", 4, options, kinds=["pair"], at=[1], stride=40)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +69,12 @@ def test_four_ranks_sharded(options: list[str]) -> None:
 )
 def test_where_not_all_ranks_share_memory(world: int, given: dict[str, object]) -> None:
     stride = 1 if WHOLE else 9 if world == 2 else 30
-    _sweep("programs_ddp", world, ["plain", "norm"], kinds=["last"], at=[1], stride=stride, **given)
+    _sweep("ddp", world, ["plain", "norm"], kinds=["last"], at=[1], stride=stride, **given)
 
 
 @pytest.mark.parametrize(
     ("options", "nodes"),
-    [([o], nodes) for o in programs_fsdp.OPTIONS for nodes in ([1, 1], [2, 2])]
+    [([o], nodes) for o in fsdp.OPTIONS for nodes in ([1, 1], [2, 2])]
     if WHOLE
     else [(["plain"], [1, 1]), (["parts"], [2, 2]), (["hsdp"], [1, 3])],
     ids=str,
@@ -84,4 +82,4 @@ def test_where_not_all_ranks_share_memory(world: int, given: dict[str, object]) 
 def test_ranks_of_several_machines_sharded(options: list[str], nodes: list[int]) -> None:
     stride = 4 * sum(nodes) if WHOLE else 30 * sum(nodes)
     given = {"kinds": ["last", "pair"], "at": [1], "stride": stride, "nodes": nodes}
-    _sweep("programs_fsdp", sum(nodes), options, **given)
+    _sweep("fsdp", sum(nodes), options, **given)

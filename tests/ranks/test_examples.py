@@ -43,7 +43,7 @@ def _run(ranks: int, example: str, *options: str) -> tuple[int, str]:
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
     given = {"script": str(ROOT / example), "options": options, "port": port}
-    ended = ranks_of("programs_world:example", ranks, 300.0, **given)
+    ended = ranks_of("world:example", ranks, 300.0, **given)
     return max(abs(one.status) for one in ended), "".join(one.output for one in ended)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -13,7 +12,7 @@ from helpers.sample import sampled
 
 import oomkit
 
-from .launch import ranks_of, results_of
+from .launch import ranks_of, results_of, results_once
 
 REFUSED = {
     "sparse": "EmbeddingBag(sparse=True) has sparse gradients",
@@ -87,44 +86,46 @@ JOINED: dict[str, dict[str, Any]] = {
     )
 }
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "split": ("split_from_the_start", {}),
+    "split": ("steps:split_from_the_start", {}),
     **{
         f"rows {at} {s} {c}": (
-            "later_rows",
+            "steps:later_rows",
             {"at": at, "updates": at > 1, "sharded": s, "coupled": c},
         )
         for at, s, c in itertools.product((1, 3), (False, True), (False, True))
     },
-    "hidden": ("hidden_optimizer", {}),
-    "without memory": ("out_of_ways", {}),
-    "after": ("after_the_update", {}),
-    "caught": ("caught", {"sharded": False}),
-    "caught, sharded": ("caught", {"sharded": True}),
-    "clipped": ("clipped", {}),
-    "cleared": ("cleared", {}),
-    "in part": ("synchronised_in_part", {}),
-    "at entry": ("fails_at_entry", {}),
-    "said": ("said_of_a_split", {}),
-    "after its flag": ("fails_after_its_flag", {}),
-    "first gather": ("first_gather", {}),
-    "accumulated": ("accumulated", {}),
-    "reported": ("reported", {}),
-    "evaluated": ("evaluated", {}),
-    "refused": ("refused", {"how": list(REFUSED)}),
-    **{f"joined {name}": ("joined", given) for name, given in JOINED.items()},
-    "left": ("left", {}),
-    "not agreed on": ("not_agreed_on", {}),
-    "static": ("static_graph", {}),
-    "static that changes": ("static_that_changes", {}),
-    "pipelined": ("pipelined", {}),
-    **{f"own {f} {p}": ("own_collective", {"fails": f, "phase": p, "nth": n}) for f, p, n in OWN},
+    "hidden": ("steps:hidden_optimizer", {}),
+    "without memory": ("steps:out_of_ways", {}),
+    "after": ("steps:after_the_update", {}),
+    "caught": ("steps:caught", {"sharded": False}),
+    "caught, sharded": ("steps:caught", {"sharded": True}),
+    "clipped": ("steps:clipped", {}),
+    "cleared": ("steps:cleared", {}),
+    "in part": ("steps:synchronised_in_part", {}),
+    "at entry": ("steps:fails_at_entry", {}),
+    "said": ("steps:said_of_a_split", {}),
+    "after its flag": ("steps:fails_after_its_flag", {}),
+    "first gather": ("steps:first_gather", {}),
+    "accumulated": ("steps:accumulated", {}),
+    "reported": ("steps:reported", {}),
+    "evaluated": ("steps:evaluated", {}),
+    "refused": ("steps:refused", {"how": list(REFUSED)}),
+    **{f"joined {name}": ("joins:joined", given) for name, given in JOINED.items()},
+    "left": ("joins:left", {}),
+    "not agreed on": ("joins:not_agreed_on", {}),
+    "static": ("steps:static_graph", {}),
+    "static that changes": ("steps:static_that_changes", {}),
+    "pipelined": ("steps:pipelined", {}),
+    **{
+        f"own {f} {p}": ("steps:own_collective", {"fails": f, "phase": p, "nth": n})
+        for f, p, n in OWN
+    },
 }
 
 
-@functools.cache
 def _found() -> list[dict[str, Any]]:
     """All of them, in one group: each goes on where another one has ended with an error."""
-    return results_of("programs_steps:together", 2, 300.0, programs=TOGETHER)
+    return results_once("common:together", 2, 300.0, programs=TOGETHER)
 
 
 def _of(name: str) -> list[Any]:
@@ -145,7 +146,7 @@ def test_what_only_later_rows_of_one_rank_have_is_proven(at: int, sharded: bool)
 
 
 def test_a_loss_that_is_returned_is_torchs_affair() -> None:
-    for one in ranks_of("programs_steps:returned_loss", 2):
+    for one in ranks_of("steps:returned_loss", 2):
         right, said = one.result
         assert right == [True] * 3
         assert "call backward() inside the step" in said
@@ -224,7 +225,7 @@ def test_it_reaches_ranks_of_other_machines_in_their_reduction(
 ) -> None:
     error = "ValueError: a label that there is not"
     given = {"nodes": nodes, "unused": unused, "early": early}
-    found = results_of("programs_steps:caught", sum(nodes), **given)
+    found = results_of("steps:caught", sum(nodes), **given)
     for rank, (said, seconds) in enumerate(found):
         third = error if rank == 1 else f"RankError: rank 1 cannot continue: {error}"
         assert [message_of(text) for text in said] == ["nothing", "nothing", third, "nothing"]
@@ -233,7 +234,7 @@ def test_it_reaches_ranks_of_other_machines_in_their_reduction(
 
 @pytest.mark.parametrize("nodes", [[1, 1], [2, 2]], ids=str)
 def test_it_reaches_ranks_of_other_machines_in_their_gathers(nodes: list[int]) -> None:
-    found = results_of("programs_steps:caught", sum(nodes), nodes=nodes, sharded=True)
+    found = results_of("steps:caught", sum(nodes), nodes=nodes, sharded=True)
     for rank, (said, seconds) in enumerate(found):
         error = "ValueError: a label that there is not"
         third = error if rank == 1 else f"RankError: rank 1 cannot continue: {error}"
@@ -242,12 +243,12 @@ def test_it_reaches_ranks_of_other_machines_in_their_gathers(nodes: list[int]) -
 
 
 def test_shards_need_memory_that_ranks_of_a_machine_share() -> None:
-    for found in results_of("programs_steps:refused", 2, gloo=True, how=["fsdp, no memory"]):
+    for found in results_of("steps:refused", 2, gloo=True, how=["fsdp, no memory"]):
         assert "fully_shard() needs memory that ranks of a machine can share" in found[0]
 
 
 def test_ranks_of_several_machines_that_fail_alike_have_their_own_errors() -> None:
-    found = results_of("programs_steps:caught", 4, nodes=[2, 2], fail=[0, 1, 3], early=True)
+    found = results_of("steps:caught", 4, nodes=[2, 2], fail=[0, 1, 3], early=True)
     for rank, (said, _) in enumerate(found):
         third = "RankError: rank" if rank == 2 else "ValueError: a label that there is not"
         assert said[2].startswith(third)
@@ -331,9 +332,7 @@ def test_ranks_leave_as_with_torch_alone(name: str) -> None:
 def test_three_of_four_ranks_leave() -> None:
     cases = [[[3, 1, 4, 2], {}], [[3, 1, 4, 2], {"2 3": ["backward", 2], "0 1": ["forward", 2]}]]
     for divide in (True, False):
-        for found in results_of(
-            "programs_steps:joined", 4, kind="plain", divide=divide, cases=cases
-        ):
+        for found in results_of("joins:joined", 4, kind="plain", divide=divide, cases=cases):
             assert max(far for far, _ in found) < 1e-12, found
 
 
@@ -357,7 +356,7 @@ def test_a_rank_that_has_left_before_all_have_met_is_torchs_affair(
 ) -> None:
     why = "a rank has left before the first decorated call of all ranks"
     given = {"kind": kind, "counts": [0, 4], "have_met": have_met}
-    first, second = results_of("programs_steps:left_at_once", 2, **given)
+    first, second = results_of("joins:left_at_once", 2, **given)
     assert first[0] and second[0] and why in second[1]
 
 
@@ -369,5 +368,5 @@ def test_ranks_that_leave_need_to_share_memory() -> None:
     cases = [[[2, 3], {}]]
     for way in ({"nodes": [1, 1]}, {"gloo": True}):
         given = {"kind": "idle, norm", "divide": True, "cases": cases, **way}
-        for found in results_of("programs_steps:joined", 2, **given):
+        for found in results_of("joins:joined", 2, **given):
             assert found == [[0.0, 0]]

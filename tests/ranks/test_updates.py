@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
 import pytest
 from helpers.sample import sampled
 
-from .launch import results_of
+from .launch import results_once
 
 PARTS = {"optimizer_safety": "parts"}
 COPY = {"optimizer_safety": "copy"}
@@ -78,7 +77,6 @@ EACH = {
 """Places of an update, and how often it fails from there on."""
 
 
-@functools.cache
 def _found(way: str) -> list[dict[str, Any]]:
     programs = {}
     for kind, of in (("made", MADE), ("undone", UNDONE)):
@@ -90,7 +88,7 @@ def _found(way: str) -> list[dict[str, Any]]:
     if not way:
         programs |= {f"last {name}": given for name, given in LAST.items()}
         programs |= {f"each {name}": given for name, given in EACH.items()}
-    return results_of("programs_updates:cases", 2, 200.0, cases=programs, **WAYS[way])
+    return results_once("updates:cases", 2, 200.0, cases=programs, **WAYS[way])
 
 
 WAYS: dict[str, dict[str, Any]] = {"": {}, "gloo": {"gloo": True}, "nodes": {"nodes": [1, 1]}}

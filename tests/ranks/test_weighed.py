@@ -12,7 +12,7 @@ from .launch import results_of
 @pytest.mark.parametrize("gloo", [False, True], ids=["shared memory", "gloo"])
 def test_gradients_are_those_of_one_process_with_all_items(gloo: bool) -> None:
     kinds = ["ddp"] if gloo else ["ddp", "fsdp"]
-    first, second = results_of("programs_weighed:weighed", 2, kinds=kinds, gloo=gloo)
+    first, second = results_of("weighed:weighed", 2, kinds=kinds, gloo=gloo)
 
     for found in (first, second):
         assert max(far for far, _ in found.values()) < 1e-12
@@ -23,7 +23,7 @@ def test_gradients_are_those_of_one_process_with_all_items(gloo: bool) -> None:
 
 
 def test_what_cannot_be_weighed_is_an_error_on_all_ranks() -> None:
-    first, second = results_of("programs_weighed:refused", 2)
+    first, second = results_of("weighed:refused", 2)
 
     for found in (first, second):
         assert (

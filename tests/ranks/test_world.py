@@ -12,7 +12,7 @@ from helpers.messages import message_of
 from helpers.sample import sampled
 
 from .ends import HOW, one_end
-from .launch import ranks_of, results_of, started
+from .launch import ranks_of, results_of, results_once, started
 
 WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "shared memory": (2, "Shared", {}),
@@ -27,29 +27,32 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
 """Ranks, the way that their votes go, and what asks for it."""
 
 
+def _of(way: str, turn: int) -> list[Any]:
+    """What ranks of a way have found in one of the programs that they run one after the other."""
+    world, _, given = WAYS[way]
+    return [found[turn] for found in results_once("world:of_a_way", world, **given)]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ranks_get_the_largest_word(way: str) -> None:
-    world, name, given = WAYS[way]
-    for found in results_of("programs_world:votes", world, **given):
-        assert found == {"right": True, "way": name, "left": [], "gathered": True}
+    for found in _of(way, 0):
+        assert found == {"right": True, "way": WAYS[way][1], "left": [], "gathered": True}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("victim", [0, -1])
 def test_a_rank_that_gives_up_is_named_and_quoted(way: str, victim: int) -> None:
-    world, _, given = WAYS[way]
-    victim %= world
-    found = results_of("programs_world:fatal", world, victim=victim, **given)
+    found = _of(way, 3 if victim else 2)
+    victim %= len(found)
 
     assert found.pop(victim) == "gave up"
     told = f"{victim}: rank {victim} cannot continue: ValueError: no such label"
-    assert [message_of(text) for text in found] == [told] * (world - 1)
+    assert [message_of(text) for text in found] == [told] * len(found)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_votes_on_different_matters_are_an_error(way: str) -> None:
-    world, _, given = WAYS[way]
-    for found in results_of("programs_world:different_places", world, **given):
+    for found in _of(way, 1):
         assert "must be called alike on all ranks" in found
 
 
@@ -71,12 +74,10 @@ def test_a_rank_that_does_not_come_is_named_on_all_machines(
     way: str, how: str, victim: int
 ) -> None:
     world, _, given = WAYS[way]
-    given = {**given, "how": how, "victim": victim, "patience": 5.0 if how == "stop" else 60.0}
-    with started("programs_world:one_is_missed", world, **given) as (processes, folder, finish):
-        results = [folder / f"result-{rank}" for rank in range(world) if rank != victim]
-        while how == "stop" and not all(result.exists() for result in results):
-            os.sched_yield()  # the limits of the ranks themselves bound it
+    given = {**given, "how": how, "victim": victim, "patience": 3.0 if how == "stop" else 60.0}
+    with started("world:one_is_missed", world, **given) as (processes, finish):
         if how == "stop":
+            finish(but=victim)  # the limits of the ranks themselves bound it
             os.kill(processes[victim], signal.SIGKILL)
         ended = finish()
     for one in ended:
@@ -88,36 +89,36 @@ def test_a_rank_that_does_not_come_is_named_on_all_machines(
 
 
 def test_a_new_process_group_has_a_world_of_its_own() -> None:
-    assert results_of("programs_world:again_in_one_process", 2) == [[True, True]] * 2
+    assert results_of("world:again_in_one_process", 2) == [[True, True]] * 2
 
 
 def test_what_an_earlier_start_has_left_in_the_store_is_not_read() -> None:
-    assert results_of("programs_world:started_again", 2) == [[True, True, True]] * 2
+    assert results_of("world:started_again", 2) == [[True, True, True]] * 2
 
 
 def test_a_stale_segment_is_not_read() -> None:
-    assert results_of("programs_world:leave_a_segment", 2) == ["True 1"] * 2
+    assert results_of("world:leave_a_segment", 2) == ["True 1"] * 2
 
 
 def test_memory_that_a_rank_does_not_come_to_is_not_left_behind() -> None:
-    first, _ = ranks_of("programs_world:one_does_not_map", 2)
+    first, _ = ranks_of("world:one_does_not_map", 2)
     assert first.result == [False]
 
 
 def test_another_version_is_an_error_on_all() -> None:
-    for ended in ranks_of("programs_world:another_version", 2):
+    for ended in ranks_of("world:another_version", 2):
         assert ended.status == 1
         assert "expected the same oomkit on all ranks" in ended.error
 
 
 def test_another_job_is_an_error_on_all() -> None:
-    for ended in ranks_of("programs_world:another_job", 2):
+    for ended in ranks_of("world:another_job", 2):
         assert ended.status == 1
         assert "expected the same job on all ranks" in ended.error
 
 
 def test_another_world_with_the_same_store_is_an_error_on_all() -> None:
-    first, second, other = ranks_of("programs_world:another_world", 3)
+    first, second, other = ranks_of("world:another_world", 3)
     said = "oomkit expected the same world on all ranks: rank 1 has 2, rank 0 has 1"
     assert message_of(first.error) == f"RankError: rank 1 cannot continue: {said}"
     assert message_of(second.error) == f"RankError: {said}"
@@ -125,7 +126,7 @@ def test_another_world_with_the_same_store_is_an_error_on_all() -> None:
 
 
 def test_a_rank_without_oomkit_is_an_error() -> None:
-    first, second = ranks_of("programs_world:without_oomkit", 2, patience=3.0)
+    first, second = ranks_of("world:without_oomkit", 2, patience=3.0)
     assert first.status == second.status == 1
     assert "first decorated call of rank(s) [1] of 2" in first.error
     assert not second.hung
@@ -143,9 +144,7 @@ ENDS = list(
     sampled(ENDS, 6, "ends", kind=lambda case: case[0]),
 )
 def test_a_rank_that_ends_is_missed(how: str, where: str, cautious: bool, gloo: bool) -> None:
-    ended = ranks_of(
-        "programs_world:one_goes", 2, how=how, where=where, cautious=cautious, gloo=gloo
-    )
+    ended = ranks_of("world:one_goes", 2, how=how, where=where, cautious=cautious, gloo=gloo)
 
     assert [one.hung for one in ended] == [False, False]
     assert ended[0].status == 1
@@ -164,7 +163,7 @@ def test_a_rank_that_ends_anywhere_is_named(how: str, sharded: bool) -> None:
 def test_a_rank_that_ends_in_a_step_is_named_on_all_machines(nodes: list[int], how: str) -> None:
     given = {"how": how, "where": "update", "cautious": True, "nodes": nodes}
 
-    *others, last = ranks_of("programs_world:one_goes", sum(nodes), **given)
+    *others, last = ranks_of("world:one_goes", sum(nodes), **given)
 
     for one in others:
         assert one.status == 1 and not one.hung
@@ -174,23 +173,21 @@ def test_a_rank_that_ends_in_a_step_is_named_on_all_machines(nodes: list[int], h
 
 
 def test_a_rank_that_ends_is_no_reason_for_other_micro_batches() -> None:
-    first, _ = ranks_of("programs_world:one_dies_in_the_next_attempt", 2)
+    first, _ = ranks_of("world:one_dies_in_the_next_attempt", 2)
     assert first.error.startswith("RuntimeError: ") and not first.hung
     assert "rank 1 (process" in first.error and "is dead" in first.error
 
 
 def test_a_rank_that_leaves_early_is_missed() -> None:
-    first, second = ranks_of("programs_world:one_leaves", 2)
+    first, second = ranks_of("world:one_leaves", 2)
     assert second.status == 0
     assert first.status == 1 and not first.hung
 
 
 def test_a_rank_that_is_stopped_is_told_of() -> None:
     given = {"how": "stop", "where": "update", "cautious": True, "patience": 4.0}
-    with started("programs_world:one_goes", 2, **given) as (processes, folder, finish):
-        result = folder / "result-0"
-        while not result.exists():  # the limit of the rank itself bounds it
-            os.sched_yield()
+    with started("world:one_goes", 2, **given) as (processes, finish):
+        finish(but=1)  # the limit of the rank itself bounds it
         os.kill(processes[1], signal.SIGKILL)
         ended = finish()
     assert not ended[0].hung

@@ -16,10 +16,10 @@ import torch
 
 from oomkit.testing import inject_oom
 
-from .launch import Rank
-from .programs_ddp import World
-from .programs_fsdp import Sharded
-from .programs_world import die
+from ..launch import Rank
+from .ddp import World
+from .fsdp import Sharded
+from .world import die
 
 PATIENCE = 4.0
 """Seconds that ranks wait for one that is stopped."""
@@ -59,6 +59,11 @@ def _own(frame: Any) -> bool:
     return False
 
 
+def victim_of(seed: int, world: int) -> int:
+    """The rank that ends."""
+    return random.Random(seed).randrange(world)
+
+
 def one_ends(rank: Rank) -> dict[str, Any]:
     """The last steps of a program, of which one rank sees only a part."""
     given = rank.arguments
@@ -67,8 +72,8 @@ def one_ends(rank: Rank) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    draw = random.Random(given["seed"])
-    victim = draw.randrange(rank.world)
+    victim = victim_of(given["seed"], rank.world)
+    draw = random.Random(f"{given['seed']} {rank.world}")
     at = draw.random()
     fails = draw.choice([None, *range(rank.world)])
     fault = inject_oom(nth=draw.randint(1, 20), phase=draw.choice(["forward", "backward"]))

@@ -22,7 +22,7 @@ from oomkit._ranks.ways import AGAIN, TIGHT
 from oomkit._ranks.world import World
 from oomkit.testing import inject_oom
 
-from .launch import Rank
+from ..launch import Rank
 
 ENOUGH = 1 << 30
 

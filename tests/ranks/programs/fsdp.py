@@ -1,4 +1,4 @@
-"""Steps over fully_shard(), failed at chosen places on chosen ranks: see programs_ddp.py."""
+"""Steps over fully_shard(), failed at chosen places on chosen ranks: see ddp.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from .launch import Rank
-from .programs_ddp import ROWS, STEPS, World, sweep_of
+from ..launch import Rank
+from .ddp import ROWS, STEPS, World, sweep_of
 
 OPTIONS = (
     "plain",

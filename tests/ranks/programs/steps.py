@@ -5,44 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import oomkit
 from oomkit.testing import inject_oom
 
-from .launch import Rank
-from .programs_ddp import Again, Heads
-
-
-def _begin(rank: Rank) -> tuple[nn.Module, Any, torch.Tensor, torch.Tensor]:
-    rank.votes_by()
-    rank.join(30.0)
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
-        bucket_cap_mb=0.0002,
-        find_unused_parameters=bool(rank.arguments.get("unused")),
-    )
-    torch.manual_seed(rank.rank + 1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4), torch.randn(8, 2)
-
-
-def _gradients(model: nn.Module) -> list[list[float]]:
-    return [[] if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
+from ..launch import Rank
+from .common import equal, gradients, prepare, raised
+from .ddp import Again
 
 
 def _undecorated(
@@ -51,29 +30,14 @@ def _undecorated(
     """Gradients that torch alone gives; parameters stay."""
     optimizer.zero_grad()
     F.mse_loss(model(x), y).backward()
-    found = _gradients(model)
+    found = gradients(model)
     optimizer.zero_grad()
     return found
 
 
-def _equal(ours: list[list[float]], theirs: list[list[float]]) -> bool:
-    return all(
-        len(a) == len(b) and all(abs(i - j) < 1e-12 for i, j in zip(a, b, strict=True))
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def _raised(function: Callable[[], object]) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def split_from_the_start(rank: Rank) -> list[Any]:
     """accumulation_steps= on one rank, another number on the other, with the proof."""
-    model, optimizer, x, y = _begin(rank)
+    model, optimizer, x, y = prepare(rank)
     expected = _undecorated(model, optimizer, x, y)
 
     @oomkit.auto_batch(accumulation_steps=2 + 2 * rank.rank)
@@ -83,12 +47,12 @@ def split_from_the_start(rank: Rank) -> list[Any]:
         return loss.detach()
 
     step(x, y)
-    return [_equal(_gradients(model), expected), step.records[-1].accumulation_steps]
+    return [equal(gradients(model), expected), step.records[-1].accumulation_steps]
 
 
 def synchronised_in_part(rank: Rank) -> list[float]:
     """Steps with two backwards, of which the first one synchronises nothing; one rank fails."""
-    _, _, x, y = _begin(rank)
+    _, _, x, y = prepare(rank)
     found = []
     for phase, nth in (("forward", 2), ("backward", 2), ("backward", 6)):
         trained = []
@@ -119,7 +83,7 @@ def synchronised_in_part(rank: Rank) -> list[float]:
 
 def fails_after_its_flag(rank: Rank) -> list[str]:
     """An error in a step that has set its model's mode itself, and one of the step after it."""
-    model, _, x, y = _begin(rank)
+    model, _, x, y = prepare(rank)
     ddp: Any = model
 
     @oomkit.auto_batch(verify=False, model=model)
@@ -132,13 +96,13 @@ def fails_after_its_flag(rank: Rank) -> list[str]:
     found = []
     for fails in (rank.rank == 1, False):
         ddp.require_backward_grad_sync = False
-        found.append(_raised(lambda fails=fails: step(x, y, fails)))
+        found.append(raised(lambda fails=fails: step(x, y, fails)))
     return found
 
 
 def said_of_a_split(rank: Rank) -> list[str]:
     """Warnings of the first and of a later step, where the batch is split."""
-    _, _, x, y = _begin(rank)
+    _, _, x, y = prepare(rank)
     found = []
     for static, fails, verify in itertools.product((False, True), (0, 1), (None, False)):
         torch.manual_seed(0)
@@ -165,7 +129,7 @@ def said_of_a_split(rank: Rank) -> list[str]:
 
 def fails_at_entry(rank: Rank) -> list[Any]:
     """Calls whose first collectives fail, of one of two models: the other is left as it was."""
-    _, _, x, y = _begin(rank)
+    _, _, x, y = prepare(rank)
     models = [
         DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))) for _ in range(2)
     ]
@@ -179,7 +143,7 @@ def fails_at_entry(rank: Rank) -> list[Any]:
     for broken, other in ((0, 1), (1, 0)):
         mean = nets[broken][1].running_mean
         nets[broken][1].running_mean = torch.zeros(2).to_sparse()  # torch broadcasts none
-        found.append(_raised(lambda: step(x, y)))
+        found.append(raised(lambda: step(x, y)))
         nets[broken][1].running_mean = mean
         nets[other][1].running_mean.fill_(100.0 * rank.rank)
         models[other](x)  # which broadcasts what rank 0 has
@@ -196,7 +160,7 @@ def _own(model: nn.Module) -> list[list[float]]:
 def later_rows(rank: Rank) -> list[Any]:
     """A term that one rank's rows have, in micro-batch `at` of 4: its split is proven for them."""
     given = rank.arguments
-    _, _, x, y = _begin(rank)
+    _, _, x, y = prepare(rank)
     marked = x[2 * given["at"]] if rank.rank == 1 else torch.full((4,), 9.0)
 
     def train(**options: Any) -> tuple[str, list[list[float]]]:
@@ -223,16 +187,16 @@ def later_rows(rank: Rank) -> list[Any]:
                 optimizer.step()
 
         step = oomkit.auto_batch(body, model=model, **options) if options else body
-        said = _raised(lambda: step(x, y))
+        said = raised(lambda: step(x, y))
         return said, _own(model)
 
     said, ours = train(accumulation_steps=4)
-    return [said, given["coupled"] or _equal(ours, train()[1])]
+    return [said, given["coupled"] or equal(ours, train()[1])]
 
 
 def returned_loss(rank: Rank) -> list[Any]:
     """The caller runs backward: as torch alone; and refused by name once memory lacks."""
-    model, optimizer, x, y = _begin(rank)
+    model, optimizer, x, y = prepare(rank)
     expected = _undecorated(model, optimizer, x, y)
 
     @oomkit.auto_batch
@@ -243,18 +207,18 @@ def returned_loss(rank: Rank) -> list[Any]:
     for _ in range(3):
         optimizer.zero_grad()
         loss_of(x, y).backward()
-        right.append(_equal(_gradients(model), expected))
+        right.append(equal(gradients(model), expected))
 
     def fails() -> None:
         with inject_oom(nth=2):
             loss_of(x, y)
 
-    return [right, _raised(fails)]
+    return [right, raised(fails)]
 
 
 def own_collective(rank: Rank) -> list[Any]:
     """A metric that is reduced before the update: fine while all are well, else an error on all."""
-    model, optimizer, x, y = _begin(rank)
+    model, optimizer, x, y = prepare(rank)
     expected = _undecorated(model, optimizer, x, y)
 
     @oomkit.auto_batch(verify=False)
@@ -267,7 +231,7 @@ def own_collective(rank: Rank) -> list[Any]:
 
     optimizer.zero_grad()
     step(x, y)
-    right = _equal(_gradients(model), expected)
+    right = equal(gradients(model), expected)
 
     def fails() -> None:
         if rank.rank == rank.arguments["fails"]:
@@ -276,12 +240,12 @@ def own_collective(rank: Rank) -> list[Any]:
         else:
             step(x, y)
 
-    return [right, _raised(fails)]
+    return [right, raised(fails)]
 
 
 def after_the_update(rank: Rank) -> list[Any]:
     """A collective after the update is nobody's affair, in a step that is split, too."""
-    model, optimizer, x, y = _begin(rank)
+    model, optimizer, x, y = prepare(rank)
 
     @oomkit.auto_batch(verify=False)
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -304,7 +268,7 @@ def after_the_update(rank: Rank) -> list[Any]:
 
 def hidden_optimizer(rank: Rank) -> list[Any]:
     """An optimizer that the search does not find: nobody updates before all are there."""
-    model, optimizer, x, y = _begin(rank)
+    model, optimizer, x, y = prepare(rank)
     box = iter([optimizer] * 3)
     start = [p.detach().clone() for p in model.parameters()]
 
@@ -325,14 +289,14 @@ def hidden_optimizer(rank: Rank) -> list[Any]:
         else:
             step(x, y)
 
-    said = _raised(fails)
+    said = raised(fails)
     moved = any(not torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
     return [said, moved]
 
 
 def out_of_ways(rank: Rank) -> list[Any]:
     """One rank has no memory for anything: an error on all, and parameters as they were."""
-    model, optimizer, x, y = _begin(rank)
+    model, optimizer, x, y = prepare(rank)
     start = [p.detach().clone() for p in model.parameters()]
 
     @oomkit.auto_batch(verify=False, ladder=())
@@ -348,7 +312,7 @@ def out_of_ways(rank: Rank) -> list[Any]:
         else:
             step(x, y)
 
-    said = _raised(fails)
+    said = raised(fails)
     return [said, all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))]
 
 
@@ -503,7 +467,7 @@ def _fails_in_reduction(nth: int) -> Iterator[None]:
 
 def static_graph(rank: Rank) -> dict[str, float]:
     """How far parameters are from those of torch alone after steps over such a model."""
-    _begin(rank)
+    prepare(rank)
     x, y = torch.randn(8, 6), torch.randn(8, 3)
 
     def outside(*data: torch.Tensor) -> None:
@@ -552,7 +516,7 @@ class _Changing(nn.Module):
 
 def static_that_changes(rank: Rank) -> list[str]:
     """A graph that is not static, in a later step that is split: an error, as with torch alone."""
-    _begin(rank)
+    prepare(rank)
     x = torch.randn(8, 4)
     found = []
     for first, later in ((1, 0), (0, 1)):
@@ -572,7 +536,7 @@ def static_that_changes(rank: Rank) -> list[str]:
             with inject_oom(nth=1) if rank.rank == 1 else contextlib.nullcontext():
                 step(x)
 
-        found.append(_raised(fails))
+        found.append(raised(fails))
     return found
 
 
@@ -597,7 +561,7 @@ class _Pipeline:
 def pipelined(rank: Rank) -> list[Any]:
     """A pipeline that a step finds in its object, in its closure or in its arguments: as torch
     alone. What is said of it."""
-    _begin(rank)
+    prepare(rank)
     x, y = torch.ones(8, 4), torch.ones(8, 2)
     bare, bound, closed, given = (_Pipeline(rank) for _ in range(4))
     bare.step(x, y)
@@ -617,202 +581,10 @@ def pipelined(rank: Rank) -> list[Any]:
     return [same, [str(w.message) for w in caught if "not retried" in str(w.message)]]
 
 
-class _Uneven:
-    """Steps under join(), of which this rank has more or fewer than others."""
-
-    def __init__(self, rank: Rank, kind: str) -> None:
-        self.kind, self.rank, self.index = kind, rank, 0
-        torch.manual_seed(0)
-        norm = nn.BatchNorm1d(8) if "norm" in kind else nn.Identity()
-        net = nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, 2))
-        self.model = DistributedDataParallel(
-            Heads() if kind == "unused" else net,
-            bucket_cap_mb=0.0002,
-            find_unused_parameters=kind == "unused",
-            gradient_as_bucket_view=kind == "views",
-        )
-        if kind == "fp16":
-            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if kind == "zero":
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-            self.optimizer: Any = ZeroRedundancyOptimizer(
-                self.model.parameters(), torch.optim.SGD, lr=0.1
-            )
-        else:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        returns = "returned" in kind
-        self.step = self._through_its_loss(self.loss) if returns else self.whole_step
-        verify = None if kind == "proof" else False
-        decorated = oomkit.auto_batch(self.loss if returns else self.step, verify=verify)
-        self.given = decorated
-        self.decorated = self._through_its_loss(decorated) if returns else decorated
-
-    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.model(x), y)
-
-    def _through_its_loss(self, loss: Any) -> Any:
-        def step(x: torch.Tensor, y: torch.Tensor) -> None:
-            loss(x, y).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-        return step
-
-    def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(100 * self.rank.rank + index)
-        width = 6 if self.kind == "unused" else 4
-        y = torch.randn(4, 3 if self.kind == "unused" else 2, generator=generator)
-        return torch.randn(4, width, generator=generator), y
-
-    def whole_step(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        even = self.index % 2 == 0
-        if "flag" in self.kind:
-            self.model.require_backward_grad_sync = not even
-        if "idle" in self.kind and even:
-            return
-        alone = even and "no_sync" in self.kind
-        if "within" in self.kind:
-            with self.model.no_sync():
-                F.mse_loss(self.model(x), y).backward()
-        with self.model.no_sync() if alone else contextlib.nullcontext():
-            out = self.model(x, self.rank.rank % 2) if self.kind == "unused" else self.model(x)
-            F.mse_loss(out, y).backward()
-        if self.model.require_backward_grad_sync and not alone:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def joined(self, **options: Any) -> Any:
-        others = [self.optimizer] if self.kind == "zero" else []
-        return Join([self.model, *others], **options)
-
-    def run(self, step: Any, counts: list[int], fault: Any, **options: Any) -> list[list[float]]:
-        """Two epochs; `fault(index)` is around a step of the first one."""
-        for epoch in range(2):
-            with self.joined(**options):
-                for index in range(counts[self.rank.rank]):
-                    self.index = index
-                    data = self.batch(index)
-                    around = fault(index) if epoch == 0 else contextlib.nullcontext()
-                    waits = self.kind == "accumulation" and index % 2 == 0
-                    plain = "mixed" in self.kind and index % 3 == 1
-                    with around, self.model.no_sync() if waits else contextlib.nullcontext():
-                        (self.step if plain else step)(*data)
-        found = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
-        return [t.flatten().tolist() for t in found]
-
-
-def joined(rank: Rank) -> list[Any]:
-    """How far parameters are from those that torch alone gives with ranks that leave, and how many
-    steps were retried on this one, by what fails: phase and place, by rank and step."""
-    given = rank.arguments
-    _begin(rank)
-    found = []
-    expected: dict[str, list[list[float]]] = {}
-    for counts, fails in given["cases"]:
-        options = {"divide_by_initial_world_size": given["divide"]}
-        if str(counts) not in expected:
-            alone = _Uneven(rank, given["kind"])
-            nowhere: Any = lambda index: contextlib.nullcontext()  # noqa: E731
-            expected[str(counts)] = alone.run(alone.step, counts, nowhere, **options)
-
-        def fault(index: int, fails: Any = fails) -> Any:
-            phase, nth = fails.get(f"{rank.rank} {index}", ("", 0))
-            return inject_oom(nth=nth, phase=phase) if phase else contextlib.nullcontext()
-
-        ours = _Uneven(rank, given["kind"])
-        last = ours.run(ours.decorated, counts, fault, **options)
-        far = max(
-            abs(a - b)
-            for one, other in zip(last, expected[str(counts)], strict=True)
-            for a, b in zip(one, other, strict=True)
-        )
-        found.append([far, sum(record.ooms for record in ours.given.records)])
-    return found
-
-
-def left(rank: Rank) -> list[str]:
-    """What ranks are told inside join(): of an error of one that has not left, of inputs that are
-    not to be uneven, and of a second reduction in a call."""
-    _begin(rank)
-    found = []
-
-    def epoch(kind: str) -> None:
-        one = _Uneven(rank, "norm" if kind == "after" else "plain")
-
-        @oomkit.auto_batch(verify=False, model=one.model)
-        def step(x: torch.Tensor, y: torch.Tensor, index: int) -> None:
-            one.step(x, y)
-            if kind == "twice":
-                one.step(x, y)
-            if kind == "after":
-                one.model(x)
-            if kind == "error" and index == 2:
-                raise ValueError("a label that there is not")
-
-        @oomkit.auto_batch(verify=False, model=one.model)
-        def early(x: torch.Tensor, y: torch.Tensor, index: int) -> None:
-            if index == 2:
-                raise ValueError("a label that there is not")
-            one.step(x, y)
-
-        with one.model.join(throw_on_early_termination=kind == "uneven"):
-            for index in range(1 + 2 * rank.rank):
-                unsynced = one.model.no_sync() if "no_sync" in kind else contextlib.nullcontext()
-                with unsynced:
-                    (early if "early" in kind else step)(*one.batch(index), index)
-
-    for kind in ("early", "early, no_sync", "uneven", "twice", "after"):
-        found.append(_raised(lambda kind=kind: epoch(kind)))
-        dist.barrier()
-    return found
-
-
-def left_at_once(rank: Rank) -> list[Any]:
-    """A rank that has no batch at all, before there was any call of all: as torch alone. What is
-    said of it."""
-    _begin(rank)
-    kind = rank.arguments["kind"]
-    alone, ours = _Uneven(rank, kind), _Uneven(rank, kind)
-    nowhere: Any = lambda index: contextlib.nullcontext()  # noqa: E731
-    counts = rank.arguments["counts"]
-    if rank.arguments.get("have_met"):  # over another model
-        before = _Uneven(rank, "plain")
-        before.run(before.decorated, [1] * len(counts), nowhere)
-    given = {"divide_by_initial_world_size": False}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        last = ours.run(ours.decorated, counts, nowhere, **given)
-    said = " ".join(str(w.message) for w in caught if "not retried" in str(w.message))
-    return [_equal(last, alone.run(alone.step, counts, nowhere, **given)), said]
-
-
-def not_agreed_on(rank: Rank) -> bool:
-    """Calls inside join() that are refused, and make no forward, between plain ones."""
-    _begin(rank)
-    found = []
-    for refused in (False, True):
-        one = _Uneven(rank, "plain")
-        weighed = oomkit.auto_batch(one.step, model=one.model, weight=len, global_weight=True)
-        if refused:
-            one.run(one.decorated, [1, 1], lambda index: contextlib.nullcontext())
-        else:
-            one.run(one.step, [1, 1], lambda index: contextlib.nullcontext())
-        with one.model.join(divide_by_initial_world_size=False):
-            for index in range(2 + 2 * rank.rank):
-                one.step(*one.batch(index))
-                if refused:
-                    assert "cannot weigh" in _raised(lambda: weighed(*one.batch(0)))  # noqa: B023
-        found.append([p.detach().flatten().tolist() for p in one.model.parameters()])
-    return _equal(*found)
-
-
 def caught(rank: Rank) -> list[Any]:
     """An error that a program catches on one rank, and goes on: others get theirs at once, and go
     on, too."""
-    model, optimizer, x, y = _begin(rank)
+    model, optimizer, x, y = prepare(rank)
     if rank.arguments.get("sharded"):
         from torch.distributed.fsdp import fully_shard
 
@@ -835,7 +607,7 @@ def caught(rank: Rank) -> list[Any]:
     for index in range(4):
         bad = index == 2 and rank.rank in rank.arguments.get("fail", [1])
         begin = time.monotonic()
-        said.append(_raised(lambda: step(x, y)))
+        said.append(raised(lambda: step(x, y)))
         if index == 2:
             took = time.monotonic() - begin
     return [said, took]
@@ -846,7 +618,7 @@ def clipped(rank: Rank) -> list[Any]:
     other one fails in its forward, or when the first has come to the norm."""
     from torch.distributed.fsdp import fully_shard
 
-    _begin(rank)
+    prepare(rank)
     found = []
     for fails in ("nowhere", "forward", "norm"):
         torch.manual_seed(0)
@@ -870,7 +642,7 @@ def clipped(rank: Rank) -> list[Any]:
             step(x, y)
         found.append([p.full_tensor().flatten().tolist() for p in model.parameters()])
     split = step.records[-1].accumulation_steps
-    return [_equal(found[0], found[1]), _equal(found[0], found[2]), split]
+    return [equal(found[0], found[1]), equal(found[0], found[2]), split]
 
 
 def cleared(rank: Rank) -> list[Any]:
@@ -878,7 +650,7 @@ def cleared(rank: Rank) -> list[Any]:
     gradients of some are there, and are not added to those of the next attempt."""
     from torch.distributed.fsdp import fully_shard
 
-    _begin(rank)
+    prepare(rank)
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
     model: Any = fully_shard(nn.Sequential(*layers))
@@ -915,7 +687,7 @@ def first_gather(rank: Rank) -> list[Any]:
         DefaultReduceScatter,
     )
 
-    _begin(rank)
+    prepare(rank)
     torch.manual_seed(0)
     store: Any = dist.distributed_c10d._get_default_store()
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -963,7 +735,7 @@ def accumulated(rank: Rank) -> list[Any]:
     difference of gradients, and micro-batches of the calls."""
     from torch.distributed.fsdp import fully_shard
 
-    _begin(rank)
+    prepare(rank)
     torch.manual_seed(0)
     model: Any = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
     torch.manual_seed(rank.rank + 1)
@@ -998,7 +770,7 @@ def accumulated(rank: Rank) -> list[Any]:
 
 def reported(rank: Rank) -> list[Any]:
     """One report of all ranks."""
-    model, optimizer, x, y = _begin(rank)
+    model, optimizer, x, y = prepare(rank)
 
     @oomkit.auto_batch(verify=False, label="train")
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -1045,17 +817,5 @@ def evaluated(rank: Rank) -> list[Any]:
                 with oomkit.guard():
                     dist.all_reduce(net(part).mean())
         warned = " ".join(str(w.message) for w in caught)
-        said = _raised(fails) if rank.rank == 1 else ""
+        said = raised(fails) if rank.rank == 1 else ""
     return [right, evaluate.records[-1].accumulation_steps, warned, said]
-
-
-def together(rank: Rank) -> dict[str, Any]:
-    """Several of these in one process group, one after the other."""
-    rank.join(20.0)
-    programs = rank.arguments["programs"]
-    found = {}
-    for name, (program, given) in programs.items():
-        one = Rank(rank.rank, rank.world, rank.store, given)
-        print(name, flush=True)
-        found[name] = globals()[program](one)
-    return found

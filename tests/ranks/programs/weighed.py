@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oomkit
 from oomkit.testing import inject_oom
 
-from .launch import Rank
+from ..launch import Rank
 
 
 def _net() -> nn.Module:

@@ -27,7 +27,7 @@ import oomkit
 from oomkit._ranks import world as worlds
 from oomkit.testing import force_slices, inject_oom
 
-from .launch import Rank
+from ..launch import Rank
 
 STEPS = 3
 ROWS = 8

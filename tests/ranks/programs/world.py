@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.messages import message_of
 from torch import nn
@@ -23,7 +24,7 @@ from oomkit._ranks import ways
 from oomkit._ranks import world as worlds
 from oomkit.testing import inject_oom
 
-from .launch import Rank
+from ..launch import Rank
 
 
 def votes(rank: Rank) -> dict[str, Any]:
@@ -49,16 +50,22 @@ def fatal(rank: Rank) -> str:
     rank.join()
     world = worlds.meet()
     world.vote(ways.FINE, 1)
+    store: Any = dist.distributed_c10d._get_default_store()
+    others = [f"told {other}" for other in range(rank.world) if other != rank.arguments["victim"]]
     if rank.rank == rank.arguments["victim"]:
         world.give_up("ValueError: no such label", 2)
         world.begin(False)
-        Path(f"{rank.store}-begun").touch()
+        store.set("begun", "")
+        store.wait(others)
         return "gave up"
-    _wait_for(Path(f"{rank.store}-begun"))
+    store.wait(["begun"])
     try:
         world.vote(ways.FINE, 2)
     except oomkit.RankError as error:
         return f"{error.rank}: {error}"
+    finally:
+        store.set(f"told {rank.rank}", "")
+        store.wait(others)
     return "nothing"
 
 
@@ -71,6 +78,22 @@ def different_places(rank: Rank) -> str:
     except oomkit.RankError as error:
         return message_of(error)
     return "nothing"
+
+
+def of_a_way(rank: Rank) -> list[Any]:
+    """What each of these programs finds, in a process group of its own."""
+    found = []
+    last = rank.world - 1
+    for program, given in (
+        (votes, {}),
+        (different_places, {}),
+        (fatal, {"victim": 0}),
+        (fatal, {"victim": last}),
+    ):
+        one = Rank(rank.rank, rank.world, f"{rank.store}-{len(found)}", {**rank.arguments, **given})
+        found.append(program(one))
+        dist.destroy_process_group()
+    return found
 
 
 def one_is_missed(rank: Rank) -> dict[str, Any]:
@@ -90,19 +113,15 @@ def one_is_missed(rank: Rank) -> dict[str, Any]:
     else:
         found = {"rank": None, "text": "nothing", "seconds": 0.0}
     # Nobody learns of it by the end of a rank that was told before.
-    told = [Path(f"{rank.store}-told-{other}") for other in range(rank.world)]
-    told[rank.rank].touch()
-    del told[rank.arguments["victim"]]
-    while not all(path.exists() for path in told):
-        os.sched_yield()
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set(f"told {rank.rank}", "")
+    store.wait([f"told {o}" for o in range(rank.world) if o != rank.arguments["victim"]])
     return found
 
 
 def again_in_one_process(rank: Rank) -> list[bool]:
     """A process group that is destroyed and made anew has a world of its own."""
     import datetime
-
-    import torch.distributed as dist
 
     found = []
     for turn in range(2):
@@ -121,8 +140,6 @@ def again_in_one_process(rank: Rank) -> list[bool]:
 
 def started_again(rank: Rank) -> list[bool]:
     """As `torchrun` starts a job again: the store has what was said in the first start."""
-    import torch.distributed as dist
-
     found, old = [], {}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
     for start in range(2):
