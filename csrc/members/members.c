@@ -430,6 +430,8 @@ oomkit_participants_release(oomkit_participants *parts)
     PyMem_Free(parts->moving);
     PyMem_Free(parts->copies);
     PyMem_Free(parts->images);
+    PyMem_Free(parts->spare_marks);
+    PyMem_Free(parts->spare_versions);
     PyMem_Free(parts);
 }
 

@@ -123,6 +123,8 @@ typedef struct oomkit_participants {
     int uses_random, uses_numpy; /* the code names these modules */
     PyObject *writes; /* owned: (where, hidden) of a write to parameters that the code
                          shows, None; NULL: not looked for. See parameter_writes.c */
+    void *spare_marks,
+        *spare_versions;           /* oomkit_spare_take(): of a call's parameters */
     int device_type, device_index; /* of the first parameter that is not on the CPU */
     /* buffers known to move, learned by buffers.c; parallel to the flat buffer order */
     uint8_t *moving;

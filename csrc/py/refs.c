@@ -1,6 +1,8 @@
 /* Sets of addresses: open addressing, at most half full. Lists of pairs. Arrays. */
 #include "state.h"
 
+#include <stddef.h>
+
 int
 oomkit_array_grow(void *items, Py_ssize_t *room, size_t size)
 {
@@ -16,6 +18,38 @@ oomkit_array_grow(void *items, Py_ssize_t *room, size_t size)
     memcpy(items, &grown, sizeof(grown));
     *room = wanted;
     return 0;
+}
+
+/* In front of the memory: how much it is. */
+typedef union {
+    size_t bytes;
+    max_align_t all;
+} spare_head;
+
+void *
+oomkit_spare_take(void **spare, size_t bytes)
+{
+    spare_head *head = *spare; /* owned, then by the caller */
+
+    if (head == NULL || head->bytes != bytes) {
+        head = PyMem_Malloc(sizeof(*head) + bytes);
+        if (head == NULL) {
+            return NULL;
+        }
+        head->bytes = bytes;
+    } else {
+        *spare = NULL;
+    }
+    return head + 1;
+}
+
+void
+oomkit_spare_give(void **spare, void *memory)
+{
+    if (memory != NULL) {
+        PyMem_Free(*spare); /* of another size, or NULL */
+        *spare = (spare_head *)memory - 1;
+    }
 }
 
 /* Where the search for an address begins: objects lie at multiples of 16. */

@@ -84,6 +84,21 @@ oomkit_kept_back(oomkit_kept_exception *kept)
 int
 oomkit_array_grow(void *items, Py_ssize_t *room, size_t size);
 
+/* Memory that each call needs and gives back: the next one finds it in `spare`, if it
+ * is of the same size. A block of a KiB or more that is made and freed in each call
+ * makes malloc() merge all small ones each time, for which the caller's own code pays.
+ * NULL without MemoryError. */
+void *
+oomkit_spare_take(void **spare, size_t bytes);
+
+/* *memory is one of these, or NULL; it becomes NULL. */
+/* `memory` is one of these, or NULL; it becomes NULL. What is left in `spare` is freed
+ * by PyMem_Free(). */
+#define SPARE_GIVE(spare, memory) (oomkit_spare_give(&(spare), memory), (memory) = NULL)
+
+void
+oomkit_spare_give(void **spare, void *memory);
+
 /* A set of addresses that are only ever compared: which of thousands of nodes is a
  * parameter? Filled once, for one walk. */
 typedef struct oomkit_addresses {

@@ -18,13 +18,15 @@ oomkit_grads_marks_take(oomkit_call *call, oomkit_grad_mark **marks)
     const oomkit_state *st = call->st;
     const size_t n = (size_t)call->parts->param_count;
 
-    if (*marks == NULL && (*marks = PyMem_Malloc((n + 1) * sizeof(**marks))) == NULL) {
+    if (*marks == NULL &&
+        (*marks = oomkit_spare_take(&call->parts->spare_marks,
+                                    (n + 1) * sizeof(**marks))) == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     if (st->bridge->grads_mark((const void *const *)call->parts->params,
                                st->impl_offset, n, *marks) != OOMKIT_OK) {
-        MEMORY_CLEAR(*marks);
+        SPARE_GIVE(call->parts->spare_marks, *marks);
         return oomkit_bridge_failed("mark the gradients of the parameters");
     }
     return 0;
@@ -35,7 +37,7 @@ oomkit_grads_marks_drop(oomkit_call *call, oomkit_grad_mark **marks)
 {
     if (*marks != NULL) {
         call->st->bridge->grads_release(*marks, (size_t)call->parts->param_count);
-        MEMORY_CLEAR(*marks);
+        SPARE_GIVE(call->parts->spare_marks, *marks);
     }
 }
 
@@ -486,7 +488,7 @@ oomkit_grads_grow(oomkit_call *call, Py_ssize_t old)
 {
     oomkit_grads *g = &call->grads;
 
-    MEMORY_CLEAR(g->marks);
+    SPARE_GIVE(call->parts->spare_marks, g->marks);
     MEMORY_CLEAR(g->parked_at); /* nothing is parked between attempts */
     return grads_array_grow(call, &g->copies, old) |
            grads_array_grow(call, &g->parked, old) |
@@ -501,7 +503,9 @@ oomkit_grads_release(oomkit_call *call)
     oomkit_grads *g = &call->grads;
 
     oomkit_grads_end_attempt(call);
-    MEMORY_CLEAR(g->marks);
+    if (g->marks != NULL) {
+        SPARE_GIVE(call->parts->spare_marks, g->marks);
+    }
     MEMORY_CLEAR(g->parked_at);
     if (g->away && oomkit_grads_bring_back(call) < 0) {
         PyErr_WriteUnraisable(call->given.func);

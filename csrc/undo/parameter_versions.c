@@ -94,7 +94,8 @@ oomkit_params_mark(oomkit_call *call)
         return 0;
     }
     if (call->entry.versions == NULL) {
-        call->entry.versions = PyMem_Malloc((size_t)n * (sizeof(uint32_t) + 2));
+        call->entry.versions = oomkit_spare_take(&call->parts->spare_versions,
+                                                 (size_t)n * (sizeof(uint32_t) + 2));
         if (call->entry.versions == NULL) {
             PyErr_NoMemory();
             return -1;

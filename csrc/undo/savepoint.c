@@ -322,9 +322,9 @@ oomkit_savepoint_free(oomkit_savepoint *savepoint)
 {
     struct oomkit_plain *plain_marks = /* first: finalisers run below */
         oomkit_plain_taken_out(savepoint);
-    uint32_t *versions = savepoint->versions;
+    void *versions = NULL;
 
-    savepoint->versions = NULL;
+    SPARE_GIVE(versions, savepoint->versions);
     oomkit_rng_free(&savepoint->rng);
     oomkit_buffers_free(&savepoint->buffers);
     oomkit_plain_free(plain_marks);

@@ -256,7 +256,9 @@ oomkit_params_mark(oomkit_call *call);
 static inline void
 oomkit_params_unmark(oomkit_call *call)
 {
-    MEMORY_CLEAR(call->entry.versions);
+    if (call->entry.versions != NULL) {
+        SPARE_GIVE(call->parts->spare_versions, call->entry.versions);
+    }
     MEMORY_CLEAR(call->entry.samples);
 }
 /* A parameter that was put back from its copy has a new version and its old value: that
