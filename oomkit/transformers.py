@@ -20,6 +20,7 @@ from ._trainers.calls import Call, calls_of
 from ._trainers.kept_state import begin, sizes_class
 from ._trainers.logs import Log
 from ._trainers.placed import placed_in
+from ._trainers.scores import Scores, are_made_by
 
 __all__ = ["protect", "records", "unprotect"]
 
@@ -136,9 +137,9 @@ def protect(
         )
     options = _options(options, inexact)
     names.check(it)
-    refusals.check(it)
-    sizes = sizes_class()
     place = at or _place(it)
+    refusals.check(it, place)
+    sizes = sizes_class()
     through_loss = place == "compute_loss" and _overrides(it, "_prepare_inputs")
     books = Books(it)
     before = calls_of(it)
@@ -146,6 +147,8 @@ def protect(
     calls = [Call(it, place, books, options, evaluation and through_loss, begin)]
     if evaluation and not through_loss:
         calls.append(Call(it, "prediction_step", books, options, False, begin))
+    if are_made_by(it):
+        calls.append(Scores(it, books, options, evaluation, begin))
     for call in calls:
         call.check(it)
     for call in calls:

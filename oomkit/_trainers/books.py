@@ -90,9 +90,11 @@ def completion_tokens(inputs: Mapping[str, Any]) -> float:
     return _count(mask * inputs["tool_mask"] if "tool_mask" in inputs else mask)
 
 
-def _measures(kind: str | None, inputs: Mapping[str, Any]) -> dict[str, float]:
-    """How many of each kind a part of the batch has."""
-    first = next((v for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim), None)
+def _measures(kind: str | None, inputs: Any) -> dict[str, float]:
+    """How many of each kind a part of the batch has; an own collator's may be no dictionary."""
+    values: Any = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+    values = inputs.values() if isinstance(inputs, Mapping) else values
+    first = next((v for v in values if isinstance(v, torch.Tensor) and v.ndim), None)
     rows = 1 if first is None else len(first)
     found = {"rows": float(rows)}
     if kind == "SFTTrainer" and "labels" in inputs:
@@ -117,7 +119,7 @@ class _Part(NamedTuple):
     The inputs are its own.
     """
 
-    inputs: Mapping[str, Any]
+    inputs: Any
     entries: dict[tuple[str, str], list[Any]]
     tokens: int
     lines: list[Line]
@@ -164,7 +166,7 @@ class Books:
 
     # --- around each micro-batch, and around the call ---
 
-    def note(self, inputs: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+    def note(self, inputs: Any, run: Callable[[], Any]) -> Any:
         """run(), with what it adds to the metrics noted as one part's.
 
         Args:
@@ -172,7 +174,8 @@ class Books:
             run: the trainer's own method.
         """
         metrics, trainer = self._metrics(), self._trainer()
-        inputs = dict(inputs)  # the method may take labels out
+        if isinstance(inputs, Mapping):
+            inputs = dict(inputs)  # the method may take labels out
         tokens = getattr(trainer, _NUMBER, 0)
         before = {at: len(values) for at, values in _entries(metrics)}
         with collected(trainer) as lines:

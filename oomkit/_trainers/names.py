@@ -34,8 +34,8 @@ _OF_TRL: dict[str, tuple[str, ...]] = {
     "DPOTrainer": ("_metrics",),
     "RewardTrainer": ("_metrics",),
     "KTOTrainer": ("_metrics", "loss_type"),
-    "GRPOTrainer": ("_metrics", "loss_type"),
-    "RLOOTrainer": ("_metrics",),
+    "GRPOTrainer": ("_metrics", "loss_type", "_get_per_token_logps_and_entropies"),
+    "RLOOTrainer": ("_metrics", "_get_per_token_logps_and_entropies"),
 }
 
 

@@ -55,7 +55,7 @@ def _coupled(trainer: Any, kind: str | None) -> list[str]:
     return found
 
 
-def _reasons(trainer: Any) -> list[str]:
+def _reasons(trainer: Any, place: str) -> list[str]:
     args, kind = trainer.args, family(trainer)
     found = []
     if args.auto_find_batch_size:
@@ -77,6 +77,8 @@ def _reasons(trainer: Any) -> list[str]:
     optim = getattr(args.optim, "value", args.optim)
     if any(word in str(optim) for word in _IN_BACKWARD):
         found.append(f"optim={optim!r}: its updates are made inside the backward")
+    if place == "training_step" and kind in ("GRPOTrainer", "RLOOTrainer"):
+        found.append(f'at="{place}": it generates there, for groups of the batch; leave at out')
     found += _coupled(trainer, kind)
     auxiliary = _auxiliary(trainer)
     if auxiliary is not None:
@@ -84,9 +86,14 @@ def _reasons(trainer: Any) -> list[str]:
     return found
 
 
-def check(trainer: Any) -> None:
-    """ValueError for what cannot be protected exactly."""
-    found = _reasons(trainer)
+def check(trainer: Any, place: str) -> None:
+    """ValueError for what cannot be protected exactly.
+
+    Args:
+        trainer: of transformers.
+        place: the method that is to be protected.
+    """
+    found = _reasons(trainer, place)
     if found:
         raise ValueError(
             f"protect() cannot protect {type(trainer).__name__} with {found[0]}{_C.see('trainers')}"

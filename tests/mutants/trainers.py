@@ -156,6 +156,22 @@ TRAINERS = [
             "trainers/test_hf_sweep.py::test_a_call_that_is_made_again_has_no_copies_of_inputs_or_gradients",
         ),
     ),
+    Mutant(
+        "pictures-cut-by-rows",
+        "scores of what has more than a row for each text are made in one",
+        "oomkit/_trainers/scores.py",
+        "        if any(value is not None and value is not False for value in other):",
+        "        if other is None:",
+        ("trainers/test_trl_sweep.py::test_what_has_more_than_rows_is_scored_whole",),
+    ),
+    Mutant(
+        "references-believed",
+        "what is proven of a model is not of its reference",
+        "oomkit/_trainers/scores.py",
+        "        if self._model is None or self._model() is model:",
+        "        if self._model is not model:",
+        ("trainers/test_trl_sweep.py::test_what_is_proven_of_a_model_is_not_of_its_reference",),
+    ),
 ]
 
 LIGHTNING = [

@@ -27,6 +27,8 @@ import oomkit.transformers
 
 Make = Callable[[], Any]
 
+SCORES = "_get_per_token_logps_and_entropies"  # of TRL's online trainers, beside the loss
+
 
 def plain(trainer: Any) -> Any:
     return trainer
@@ -48,7 +50,8 @@ def run(
     trainer.remove_callback(transformers.PrinterCallback)
     begun = parameters(trainer.model)
     arm = Arm(getattr(trainer, method), number, fault, slices, lambda: _state(trainer))
-    setattr(trainer, method, arm)
+    with_arm = _beside_losses(trainer, arm) if method == SCORES else arm
+    setattr(trainer, method, with_arm)
     predict, predicted = trainer.prediction_step, []
     trainer.prediction_step = lambda *args, **kwargs: _noted(predicted, predict(*args, **kwargs))
     error: BaseException | None = None
@@ -76,6 +79,24 @@ def run(
         error,
     )
     return outcome, arm, trainer
+
+
+def _beside_losses(trainer: Any, arm: Arm) -> Callable[..., Any]:
+    """An arm for calls without gradients that no loss makes: each loss has scores of its own."""
+    loss, losses = trainer.compute_loss, []
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        losses.append(None)
+        try:
+            return loss(*args, **kwargs)
+        finally:
+            losses.pop()
+
+    def scores(*args: Any, **kwargs: Any) -> Any:
+        return (arm.step if losses else arm)(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    return scores
 
 
 def _noted(noted: list[Any], result: Any) -> Any:
@@ -137,7 +158,7 @@ def sweep(
     reference, _, undisturbed = run(make, plain, method, number)
     adds_up = undisturbed.args.gradient_accumulation_steps > 1
     healthy, counted, _ = forks.run(work)
-    learns = counted.learns and method != "prediction_step"
+    learns = counted.learns and method not in ("prediction_step", SCORES)
     assert reference.error is None, reference.error
     counted = reference.rest["flos"] or hasattr(undisturbed, "num_generations")  # TRL: none there
     assert counted and all(map(reference.rest.get, ("optimizer", "schedule", "tokens")))
@@ -179,7 +200,8 @@ def _counts(trainer: Any, method: str) -> tuple[tuple[int, int], ...]:
     for record in oomkit.transformers.records(trainer):
         counts = record.batch_size or rows, record.accumulation_steps
         named.setdefault((record.label or "").rpartition(".")[-1], []).append(counts)
-    return tuple(named[method] if method in named else named["compute_loss"])
+    of_loss: list[tuple[int, int]] = named.get("compute_loss", [])
+    return tuple(named.get(method, [] if method == SCORES else of_loss))
 
 
 def _in_the_same_slices(
@@ -203,7 +225,10 @@ def _in_the_same_slices(
 
     def protect(made: Any) -> Any:
         evaluation = method != "training_step"
-        return oomkit.transformers.protect(made, accumulation_steps=first, evaluation=evaluation)
+        oomkit.transformers.protect(made, accumulation_steps=first, evaluation=evaluation)
+        if SCORES in vars(made):  # the others stay whole
+            delattr(made, SCORES if method != SCORES else "compute_loss")
+        return made
 
     outcome, _, _ = run(make, protect, method, slices=forced)
     return outcome

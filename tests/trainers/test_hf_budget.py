@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -18,6 +21,12 @@ pytestmark = [
 ]
 
 MORE = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 8, "num_train_epochs": 4}
+
+
+def _with_reference(kind: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return online(kind, beta=0.1, output_dir=folder, **MORE)
+
 
 RUNS = {
     "language model": lambda: trainer(
@@ -42,6 +51,9 @@ RUNS = {
     "Reward": lambda: reward(**MORE),
     "KTO": lambda: kto(**MORE),
     "GRPO": lambda: online(**MORE),
+    "GRPO with a reference": lambda: _with_reference("GRPO"),
+    "RLOO": lambda: online("RLOO", **MORE),
+    "RLOO with a reference": lambda: _with_reference("RLOO"),
 }
 
 

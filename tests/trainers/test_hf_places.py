@@ -8,10 +8,11 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from hf_models import lm, t5, tokens, trainer
 from hf_runs import plain, run
-from runs import differences
+from runs import SINGLE, differences
 from test_trl_sweep import dpo, kto, online, reward, sft
 
 import oomkit
@@ -132,3 +133,30 @@ def test_sequences_of_which_only_numbers_are_given_are_kept_whole() -> None:
     assert isinstance(failed.error, oomkit.OutOfMemory)
     said = r"kept whole, for sequences are packed into one row \(seq_idx\): .*seq_idx \[1, 48\]"
     assert re.search(said, str(failed.error)), failed.error
+
+
+class OfTuples(hf.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        ids, labels = inputs
+        loss = model(input_ids=ids, labels=labels).loss
+        self.log({"mean": float(labels.float().mean())})
+        return loss
+
+
+def _in_tuples(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+
+
+def test_batches_that_are_no_dictionaries_are_split() -> None:
+    """What an own collator and an own loss agree on."""
+
+    def make() -> Any:
+        rows = tokens(ragged=False)
+        return trainer(lm, rows, OfTuples, data_collator=_in_tuples, eval_strategy="no")
+
+    reference, _, _ = run(make, plain)
+    healthy, _, _ = run(make)
+    assert not differences(reference, healthy, 0.0)
+    outcome, arm, made = run(make, number=2, fault={"nth": 30})
+    assert arm.fired and max(record.accumulation_steps for record in records(made)) > 1
+    assert not differences(reference, outcome, SINGLE)

@@ -201,6 +201,15 @@ def test_a_coefficient_that_changes_from_call_to_call() -> None:
         protect(online(use_adaptive_entropy=True))
 
 
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_steps_that_generate(kind: str) -> None:
+    """Their batch is a list of prompts, whose answers are compared within a group."""
+    made = online(kind)
+    with pytest.raises(ValueError, match=rf'{kind}Trainer with at="training_step": it generates'):
+        protect(made, at="training_step")
+    assert "training_step" not in vars(made)
+
+
 # --- versions ---
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import trl
 from hf_models import arguments, llama, tokenizer
-from hf_runs import run, sweep
+from hf_runs import SCORES, run, sweep
 
 import oomkit
-from oomkit.transformers import protect
+from oomkit.transformers import protect, records, unprotect
 
 datasets.disable_progress_bars()
 pytestmark = [
@@ -236,3 +236,187 @@ def test_sequences_packed_into_one_row_are_kept_whole(name: str) -> None:
 def test_losses_of_the_whole_batch_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="one KL term for the whole batch"):
         protect(make())
+
+
+# --- log-probabilities that GRPO and RLOO compute without gradients, beside the loss ---
+
+# The number of the call, and the trainer: RLOO scores each batch twice if it has a reference.
+MADE = {
+    "rloo": (2, lambda **more: online("RLOO", **more)),
+    "rloo_2": (2, lambda **more: online("RLOO", gradient_accumulation_steps=2, **more)),
+    "rloo_evaluation": (5, lambda **more: online("RLOO", **more)),
+    "rloo_model": (3, lambda **more: online("RLOO", beta=0.1, **more)),
+    "rloo_reference": (4, lambda **more: online("RLOO", beta=0.1, **more)),
+    "grpo_reference": (2, lambda **more: online(beta=0.1, **more)),
+    "grpo_old": (2, lambda **more: online(num_iterations=2, **more)),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_scores_survive(name: str, tmp_path: Path) -> None:
+    number, make = MADE[name]
+    assert sweep(lambda: make(output_dir=tmp_path), SCORES, number)["split"]
+
+
+def _with_adapters(**more: Any) -> Any:
+    from peft import LoraConfig
+
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.0)
+    return online("RLOO", beta=0.1, peft_config=adapters, **more)
+
+
+@pytest.mark.parametrize("number", [3, 4])  # with the adapters, and without: the reference
+def test_scores_with_adapters_survive(number: int) -> None:
+    assert sweep(_with_adapters, SCORES, number)["split"]
+
+
+def _with_dropout() -> Any:
+    made = online("RLOO")
+    for module in made.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+    return made
+
+
+def test_scores_with_dropout_survive() -> None:
+    """The very numbers that a run in the same slices draws."""
+    assert sweep(_with_dropout, SCORES, 2, exact=False)["split"]
+
+
+_IDS = torch.arange(3, 51).view(8, 6)
+TEXTS = {"input_ids": _IDS, "attention_mask": torch.ones_like(_IDS), "logits_to_keep": 3}
+
+
+def _scored(made: Any, **more: Any) -> Any:
+    with torch.no_grad():
+        return made._get_per_token_logps_and_entropies(**{"model": made.model, **TEXTS, **more})
+
+
+def _first_fails(made: Any, **more: Any) -> Any:
+    with oomkit.testing.inject_oom(nth=1):
+        return _scored(made, **more)
+
+
+def test_rows_are_scored_in_parts() -> None:
+    made = online("RLOO")
+    expected = _scored(made, compute_entropy=True)
+    protect(made)
+    healthy = _scored(made, compute_entropy=True)
+    split = _first_fails(made, compute_entropy=True)
+    assert [record.accumulation_steps for record in records(made)] == [1, 2]
+    assert len(expected) == 3 and expected[2] is healthy[2] is split[2] is None
+    for one, two, three in zip(expected[:2], healthy[:2], split[:2], strict=True):
+        assert torch.equal(one, two) and torch.allclose(one, three, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_images": [1] * 8},  # pictures, several for a row
+        {"pixel_attention_mask": torch.ones(8, 2, 2)},
+        {"compute_aux_loss": True},  # of routers: one of the whole batch
+        {"token_type_ids": torch.ones(9, 6, dtype=torch.long)},
+    ],
+)
+def test_what_has_more_than_rows_is_scored_whole(more: dict[str, Any]) -> None:
+    made = protect(online("RLOO"))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        _first_fails(made, **more)
+    assert type(caught.value) is torch.OutOfMemoryError and not records(made)
+
+
+def test_a_call_that_the_method_refuses_is_refused_by_it() -> None:
+    made = protect(online("RLOO"))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'pages'"):
+        _scored(made, pages=3)
+
+
+class OwnScores(trl.RLOOTrainer):  # type: ignore[misc]
+    """Scores of a row that depend on the others."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **more: Any) -> Any:
+        scores, *rest = super()._get_per_token_logps_and_entropies(*args, **more)
+        return scores - scores.mean(), *rest
+
+
+def test_scores_of_a_users_own_are_left_alone() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trl, "RLOOTrainer", OwnScores)
+        by_class = online("RLOO")
+    by_object = online("RLOO")
+    method = by_object._get_per_token_logps_and_entropies
+    by_object._get_per_token_logps_and_entropies = lambda *args, **more: method(*args, **more)
+    for made in by_class, by_object:
+        before = vars(made).get(SCORES)
+        assert vars(protect(made)).get(SCORES) is before
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            _first_fails(made)
+        assert type(caught.value) is torch.OutOfMemoryError
+
+
+class MeanOfRows(torch.nn.Module):
+    """What each row gets depends on all of them."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden - hidden.mean(0)
+
+
+@pytest.mark.parametrize("inexact", ["error", "warn"])
+def test_scores_of_a_model_that_couples_rows_are_not_split(inexact: Any) -> None:
+    made = online("RLOO")
+    made.model.model.norm = torch.nn.Sequential(made.model.model.norm, MeanOfRows())
+    protect(made, inexact=inexact)
+    if inexact == "error":
+        with pytest.raises(oomkit.SplitError, match="_get_per_token_logps_and_entropies exactly"):
+            _first_fails(made)
+    else:
+        with pytest.warns(oomkit.OomkitWarning, match="but not exactly: result.0. of the joined"):
+            _first_fails(made)
+
+
+def test_what_is_proven_of_a_model_is_not_of_its_reference(tmp_path: Path) -> None:
+    made = online("RLOO", beta=0.1, output_dir=tmp_path)
+    made.ref_model.model.norm = torch.nn.Sequential(made.ref_model.model.norm, MeanOfRows())
+    protect(made)
+    _first_fails(made)
+    with pytest.raises(oomkit.SplitError):
+        _first_fails(made, model=made.ref_model)
+    assert [record.outcome for record in records(made)] == ["finished", "error"]
+
+
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_scores_in_evaluation(evaluation: bool) -> None:
+    made = protect(online("RLOO"), evaluation=evaluation)
+    made.train()
+    labels = [record.label.rpartition(".")[-1] for record in records(made)]
+    assert labels.count(SCORES) == (6 if evaluation else 4)
+
+
+def test_nothing_of_scores_is_left_after_unprotect() -> None:
+    made = online("RLOO")
+    before = dict(vars(made))
+    protect(made)
+    assert vars(made).keys() - before.keys() >= {SCORES, "compute_loss"}
+    assert vars(unprotect(made)) == before
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_trl_without_the_method(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = online(kind)
+    monkeypatch.delattr(getattr(trl, f"{kind}Trainer"), SCORES)
+    with pytest.raises(ImportError, match=rf"uses {kind}Trainer\.{SCORES}, which trl 1\."):
+        protect(made)
+
+
+def test_trl_with_another_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = online("RLOO")
+
+    def other(self: Any, model: Any, tokens: Any) -> Any: ...
+
+    other.__module__ = trl.RLOOTrainer.__module__
+    monkeypatch.setattr(trl.RLOOTrainer, SCORES, other)
+    with pytest.raises(
+        ImportError, match=rf"uses RLOOTrainer\.{SCORES}\(input_ids\), which trl 1\."
+    ):
+        protect(made)
+    assert "compute_loss" not in vars(made)
