@@ -35,19 +35,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .call import (
-    COMMIT,
-    OWN,
-    PATIENCE,
-    PROOF,
-    REDUCTION,
-    START,
-    UPDATED,
-    Call,
-    refuse_in_parts,
-)
-from .joins import BROADCASTS, LAST, Joined
+from . import matters
+from .call import PATIENCE, Call, refuse_in_parts
+from .joins import BROADCASTS, LAST, Joined, is_joined
 from .joins import begin as begin_joined
+from .joins import refusal as join_refusal
 from .reducer import UNTOUCHED, Reducer, reducer_of, static_refusal
 from .ways import AGAIN, FATAL, FINE, NEVER, STOP
 from .world import World, meet
@@ -178,7 +170,7 @@ class Agreement(Call):
             )
         for reducer in due:
             reducer.ready()
-        if (self._done > 0 or self._cautious) and self.asks(FINE, REDUCTION):
+        if (self._done > 0 or self._cautious) and self.asks(FINE, matters.REDUCTION):
             return 1
         with self._by_models():
             for reducer in due:
@@ -232,7 +224,7 @@ class Agreement(Call):
 
     def _end(self) -> int:
         """Inside join(): do those who have left wait for a backward of the caller's?"""
-        return START if any(reducer.due for reducer in self._reducers) else PROOF
+        return matters.START if any(reducer.due for reducer in self._reducers) else matters.PROOF
 
     def matter(self, matter: int) -> int:
         if self._joined is not None and matter in LAST and self._reducers[0].will_broadcast():
@@ -251,7 +243,7 @@ class Agreement(Call):
                     "be taken back: restore a checkpoint on all ranks"
                 )
             self._drain()
-            self.vote(AGAIN, UPDATED if self.committed else REDUCTION)
+            self.vote(AGAIN, matters.UPDATED if self.committed else matters.REDUCTION)
             self.again()
         for reducer in self._reducers:
             reducer.due = False
@@ -271,7 +263,7 @@ class Agreement(Call):
     def reduces(self, reducer: Reducer) -> None:
         """This rank begins a reduction: one that has an error then takes part in it."""
         if self.world.tell(self._reducers.index(reducer), FATAL) == STOP:
-            self.vote(FINE, REDUCTION)  # which says why
+            self.vote(FINE, matters.REDUCTION)  # which says why
         reducer.begun = True
 
     def cast(self, word: int, matter: int) -> int:
@@ -302,7 +294,7 @@ class Agreement(Call):
         if self._joined is not None and not self._joined.is_full():
             raise self.cannot(f"it has come to {name}() of the step's own, and ranks have left it")
         self.own = name
-        if self.asks(FINE, OWN):
+        if self.asks(FINE, matters.OWN):
             raise self.cannot(f"it has come to {name}() of the step's own")
         self._before = {reducer: reducer.count() for reducer in self._reducers if reducer.flying}
         return False
@@ -358,11 +350,11 @@ class Agreement(Call):
         if self.told or self._over or self.is_over(exception):
             return
         if self.committed or (awaited and not self.world.shared):
-            self.world.give_up(text, self.matter(COMMIT))
+            self.world.give_up(text, self.matter(matters.COMMIT))
             return
         if not self.world.shared:
             if self._waits and self._may_overlap:  # the others' first step is a reduction
-                self.world.give_up(text, self.matter(COMMIT))
+                self.world.give_up(text, self.matter(matters.COMMIT))
                 self._post()
             else:
                 self.world.say(text)
@@ -370,7 +362,7 @@ class Agreement(Call):
         self.world.say(text)
         if self._waits or self.weighs:  # the others may begin a reduction at any time
             with contextlib.suppress(RuntimeError):
-                self.world.vote(FATAL, self.matter(COMMIT), self._take_part, PATIENCE)
+                self.fails_with(self._take_part)
 
 
 def _is_done(work: Any) -> bool:
@@ -421,10 +413,8 @@ def _refusal(model: Any) -> str | None:
         return _unknown(model)
     if model.static_graph and (why := static_refusal(model)) is not None:
         return why
-    if model._join_config.enable and (
-        model.static_graph or not model._join_config.is_first_joinable
-    ):
-        return "inside join() its graph is static, or something else is the first that has joined"
+    if is_joined(model) and (why := join_refusal(model)) is not None:
+        return why
     if model.mixed_precision is not None:
         return "mixed_precision= of DistributedDataParallel keeps copies of parameters"
     if getattr(model, "_delay_all_reduce_all_params", False) or model._use_python_reducer:
@@ -453,6 +443,8 @@ def _way(models: list[Any]) -> tuple[Any, list[Any], str | None]:
             return None, [], "fully_shard() and another wrapper in one step"
         models = sharded.outermost(models)
         refusal, kind = sharded.refusal, sharded.Sharded
+    elif len(models) > 1 and any(map(is_joined, models)):
+        return None, [], "inside join() its step uses more than one model: make a step of each"
     return kind, models, next((found for found in map(refusal, models) if found is not None), None)
 
 
@@ -472,9 +464,10 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
     if models:
         kind, models, why = _way(models)
     joined: Joined | None = None
-    if why is None and kind is Agreement and any(m._join_config.enable for m in models):
-        why = "inside join() there is more than one model, or global_weight=True"
-        if len(models) == 1 and not weighs:
+    if why is None and kind is Agreement and is_joined(models[0]):
+        if weighs:
+            why = "ranks that have left join() have no batch: leave global_weight=True out there"
+        else:
             why, joined = begin_joined(models[0])
     if why is None:
         world = meet()

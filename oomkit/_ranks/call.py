@@ -7,11 +7,10 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _C
+from . import matters
 from .others import error, is_lost
-from .ways import AGAIN, FINE, TIGHT, TROUBLE
+from .ways import AGAIN, FATAL, FINE, TIGHT, TROUBLE, Follow
 from .world import World
-
-REDUCTION, COMMIT, OWN, START, PROOF, WEIGHTS, UPDATED = range(1, 8)  # matters of a vote
 
 PATIENCE = 5.0
 """Seconds that an error waits for ranks that are in a collective, or may begin one."""
@@ -78,7 +77,7 @@ class Call:
         """With ``global_weight=``: what this rank's losses, means of so many items, count in a
         mean over ranks that is to be one over the items of all."""
         self.weighs = True
-        every = self.world.gather(items, self.matter(WEIGHTS))
+        every = self.world.gather(items, self.matter(matters.WEIGHTS))
         for rank, counted in enumerate(every):
             if len(counted) != len(items):
                 raise self.cannot(
@@ -109,7 +108,7 @@ class Call:
 
     def agreed_commit(self, tight: int = 0) -> bool:
         """Have all come to the update, which here is `tight`, or to the end?"""
-        largest = self.vote((TROUBLE if self.trouble else FINE) + tight * TIGHT, COMMIT)
+        largest = self.vote((TROUBLE if self.trouble else FINE) + tight * TIGHT, matters.COMMIT)
         if largest >= AGAIN:
             return False
         if largest % TIGHT == TROUBLE:
@@ -129,7 +128,7 @@ class Call:
         if not self.unsettled:
             return 0
         self.lost = True  # unless the vote comes to its end
-        largest = self.vote(FINE, UPDATED)
+        largest = self.vote(FINE, matters.UPDATED)
         self.lost = False
         if largest >= AGAIN:
             return 1
@@ -169,10 +168,14 @@ class Call:
     def cannot(self, why: str) -> _C.RankError:
         """The error of a rank that cannot go on; the others are told."""
         self.told = True
-        self.world.give_up(why, self.matter(COMMIT))
+        self.world.give_up(why, self.matter(matters.COMMIT))
         return error(
             f"rank {self.world.rank} cannot continue: {why}{_C.see('rank-failed')}", self.world.rank
         )
+
+    def fails_with(self, follow: Follow) -> None:
+        """This rank cannot go on; till the others come to a vote it takes part in what they do."""
+        self.world.vote(FATAL, self.matter(matters.COMMIT), follow, PATIENCE)
 
     def is_lost(self, exception: BaseException) -> bool:
         """Is it of a collective that lacks a rank, and not of the rows of a micro-batch?"""

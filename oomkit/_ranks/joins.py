@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, _JoinConfig
 from torch.nn.parallel import distributed as ddp
 
-from .call import COMMIT, PROOF, START, Call
+from . import matters
+from .call import Call
 from .reducer import Reducer
 from .ways import AGAIN, ANY, FINE, NEVER, TIGHT, TROUBLE
 from .world import World, meet, present
 
-LAST = frozenset({COMMIT, START, PROOF})
+LAST = frozenset({matters.COMMIT, matters.START, matters.PROOF})
 """The matter of the last vote: before the update, or at the end of a call without reductions,
 whose caller has a backward to run, or has not."""
 BROADCASTS = 16
@@ -36,7 +37,6 @@ BROADCASTS = 16
 _AGREED = 4096.0
 """In place of torch's 1 or 0: a call that is agreed on."""
 _LEFT = "inside join() a rank has left before the first decorated call of all ranks"
-_APART = "inside join() all ranks need to share memory"
 _met: weakref.WeakKeyDictionary[Any, weakref.ref[World]] = weakref.WeakKeyDictionary()
 """Models over which all ranks of a world have begun a call."""
 _alone: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -88,16 +88,44 @@ def _is_full(work: Any) -> bool:
     return int(work.get_future().value()[0].item()) == dist.get_world_size()
 
 
+def is_joined(model: Any) -> bool:
+    """Is it DistributedDataParallel, inside join()?"""
+    config = getattr(model, "_join_config", None)
+    return config is not None and bool(config.enable)
+
+
+def refusal(model: Any) -> str | None:
+    """Why no call over this model is agreed on inside this join(), or None."""
+    if model.static_graph:
+        return "inside join() the model's graph is static: leave static_graph=True out"
+    if not model._join_config.is_first_joinable:
+        return "inside Join() something else stands before the model: name the model first"
+    return None
+
+
+def _apart(world: World) -> str | None:
+    """The same of these ranks."""
+    if world.shared:
+        return None
+    if world.machines > 1:
+        return "inside join() all ranks need to be on one machine: leave join() out on several"
+    return (
+        "inside join() ranks need memory that they share: /dev/shm has to be there, with some "
+        "kilobytes of it free"
+    )
+
+
 def begin(model: Any) -> tuple[str, None] | tuple[None, Joined]:
     """A call begins on a rank that has not left: why it is not agreed on, or its part."""
     world = present()
-    if world is not None and not world.shared:
-        return _APART, None
+    why = None if world is None else _apart(world)
+    if why is not None:
+        return why, None
     if _has_met(model) is None:
         if _alone.get(model) is model._join_config:
             return _LEFT, None
         work = Join.notify_join_context(model)
-        why = _LEFT if not _is_full(work) else None if meet().shared else _APART
+        why = _apart(meet()) if _is_full(work) else _LEFT
         if why is not None:
             _alone[model] = model._join_config
             _shadow_nothing(model)
@@ -163,7 +191,7 @@ def _take_part(world: World, model: Any) -> None:
         left = Left(world, model)
         matter = left.serve()
         reduced, broadcasts = left.reduced, bool(matter & BROADCASTS)
-        reduces = matter & ~BROADCASTS == START
+        reduces = matter & ~BROADCASTS == matters.START
     model.require_forward_param_sync = broadcasts
     if reduces:
         model._match_all_reduce_for_bwd_pass()

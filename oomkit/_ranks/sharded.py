@@ -28,19 +28,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from .. import _C
-from .call import (
-    COMMIT,
-    OWN,
-    PATIENCE,
-    PROOF,
-    REDUCTION,
-    START,
-    UPDATED,
-    Call,
-    refuse_in_parts,
-)
+from . import matters
+from .call import Call, refuse_in_parts
 from .others import error
-from .ways import AGAIN, FATAL, FINE, NEVER, OTHERS, STOP
+from .ways import AGAIN, FINE, NEVER, OTHERS, STOP
 from .world import World
 
 _FORWARD, _BACKWARD, _PART, _SCATTER, _REPLICAS = range(5)  # kinds of a step
@@ -304,7 +295,7 @@ class Sharded(Call):
 
     def proof_begins(self) -> int:
         if not self._together:  # the others would take its gradients for theirs
-            self.vote(AGAIN, START)
+            self.vote(AGAIN, matters.START)
             return 1
         if self._start(self.world.size - self.world.rank):
             return 1
@@ -316,20 +307,20 @@ class Sharded(Call):
     def proof_ends(self) -> int:
         self.proving = False
         _C.exempt(self._give_held)
-        return 1 if self.asks(FINE, PROOF) else 0
+        return 1 if self.asks(FINE, matters.PROOF) else 0
 
     def _start(self, word: int) -> bool:
         """Wait for the proofs of other ranks, until it is this one's turn, or nobody has any.
         Must this attempt begin again?"""
         while True:
             with _Aside(self):
-                largest = self.vote(word, START)
+                largest = self.vote(word, matters.START)
             if largest >= AGAIN:
                 return True
             if largest == word:
                 return False
             with _Aside(self):
-                if self.vote(FINE, PROOF) >= AGAIN:
+                if self.vote(FINE, matters.PROOF) >= AGAIN:
                     return True
 
     def backward_begins(self) -> int:
@@ -338,7 +329,7 @@ class Sharded(Call):
     def backward_ends(self) -> int:
         self.opens_again()
         self._backwards += 1
-        return 1 if self.asks(FINE, REDUCTION | (self._backwards & 15) << 4) else 0
+        return 1 if self.asks(FINE, matters.REDUCTION | (self._backwards & 15) << 4) else 0
 
     def commit(self, tight: int) -> int:
         if self._backwards == 0:
@@ -375,14 +366,14 @@ class Sharded(Call):
         """This rank's attempt has failed, and everything is back."""
         self.trouble = True
         with _Aside(self):
-            self.vote(AGAIN, UPDATED if self.committed else REDUCTION)
+            self.vote(AGAIN, matters.UPDATED if self.committed else matters.REDUCTION)
         return self._anew()
 
     def again(self) -> int:
         """Another attempt of all ranks; everything is back."""
         if self.stopped and not self._knows and not self.committed:
             with _Aside(self):
-                self.vote(FINE, REDUCTION)
+                self.vote(FINE, matters.REDUCTION)
         return self._anew()
 
     def _anew(self) -> int:
@@ -407,7 +398,7 @@ class Sharded(Call):
             return True  # what is compared is this rank's
         if self.proving or _C._where() == _EARLIER:
             raise refuse_in_parts(self, name)
-        if self.asks(FINE, OWN):
+        if self.asks(FINE, matters.OWN):
             self._knows = True
             self.stop()
         return False
@@ -505,13 +496,11 @@ class Sharded(Call):
             return
         self.told = True
         if self.committed:
-            self.world.give_up(text, self.matter(COMMIT))
+            self.world.give_up(text, self.matter(matters.COMMIT))
             return
         self.world.say(text)
         with _Aside(self), contextlib.suppress(_C.RankError):
-            self.world.vote(
-                FATAL, self.matter(COMMIT), lambda step: self._follow(step, []), PATIENCE
-            )
+            self.fails_with(lambda step: self._follow(step, []))
         self.back()
 
 

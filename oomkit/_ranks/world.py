@@ -241,6 +241,10 @@ class World:
         return self._way.shared
 
     @property
+    def machines(self) -> int:
+        return len(self.others.nodes)
+
+    @property
     def way(self) -> str:
         """How votes go: "Shared", "Nodes" or "Gloo"."""
         return type(self._way).__name__

@@ -8,7 +8,7 @@ ACCUMULATED = (
     "ranks/test_steps.py::"
     "test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept"
 )
-VOTE = "            self.vote(AGAIN, UPDATED if self.committed else REDUCTION)\n"
+VOTE = "            self.vote(AGAIN, matters.UPDATED if self.committed else matters.REDUCTION)\n"
 STEPS, UPDATES, WORLD = (f"ranks/test_{name}.py" for name in ("steps", "updates", "world"))
 
 MUTANTS = [

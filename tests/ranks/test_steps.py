@@ -17,7 +17,9 @@ from .launch import ranks_of, results_of, results_once
 REFUSED = {
     "sparse": "EmbeddingBag(sparse=True) has sparse gradients",
     "static, built-in hook": "static_graph=True, with a communication hook that is not a function",
-    "static, joined": "inside join() its graph is static",
+    "static, joined": "inside join() the model's graph is static: leave static_graph=True out",
+    "joined second": "inside Join() something else stands before the model",
+    "two joined": "inside join() its step uses more than one model",
     "sync batch norm": "SyncBatchNorm communicates inside the forward",
     "tensor parallel": "spread over ranks without fully_shard(), as in tensor parallelism",
     "deepspeed": "ranks's DeepSpeedEngine is not supported",
@@ -370,3 +372,17 @@ def test_ranks_that_leave_need_to_share_memory() -> None:
         given = {"kind": "idle, norm", "divide": True, "cases": cases, **way}
         for found in results_of("joins:joined", 2, **given):
             assert found == [[0.0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ({"nodes": [1, 1]}, "inside join() all ranks need to be on one machine"),
+        ({"nodes": [1, 1], "gloo": True}, "inside join() all ranks need to be on one machine"),
+        ({"gloo": True}, "inside join() ranks need memory that they share: /dev/shm has to be"),
+    ],
+    ids=str,
+)
+def test_ranks_that_cannot_leave_are_told_why(way: dict[str, Any], why: str) -> None:
+    for found in results_of("steps:refused", 2, how=["joined"], **way):
+        assert why in found[0]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import oomkit
@@ -352,8 +353,10 @@ def _refused_ddp(how: str) -> Any:
     if how == "subgroup":
         given["process_group"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = DistributedDataParallel(_Rows(), **given)
-    if how == "static, joined":
+    if how in ("joined", "static, joined"):
         model.join()
+    elif how == "joined second":
+        Join([DistributedDataParallel(_Rows()), model])
     elif how == "static, built-in hook":
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     elif how == "buffer hook":
@@ -396,10 +399,16 @@ def refused(rank: Rank) -> list[str]:
         torch.manual_seed(0)
         model = _refused_fsdp(how) if how.startswith("fsdp") else _refused_ddp(how)
         x = torch.randint(0, 10, (4, 3)) if how == "sparse" else torch.randn(4, 4)
+        other = None
+        if how == "two joined":
+            other = DistributedDataParallel(_Rows())
+            Join([model, other])
 
         @oomkit.auto_batch
-        def step(x: torch.Tensor, model: Any = model, how: str = how) -> None:
+        def step(x: torch.Tensor, model: Any = model, also: Any = other) -> None:
             model(x).sum().backward()
+            if also is not None:
+                also(x).sum().backward()
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
