@@ -291,12 +291,28 @@ def test_what_is_logged_once_is_not_warned_of(kind: Any) -> None:
     assert not [w for w in found if "self.log" in str(w.message)]
 
 
-def test_twice_in_one_trainer() -> None:
-    """Lightning itself takes one callback with a state of each class."""
-    with pytest.raises(RuntimeError, match="more than one stateful callback of type `AutoBatch`"):
-        trainer([AutoBatch(), AutoBatch()])
-    used, module = trainer([AutoBatch()]), Classifier()
-    used.callbacks.append(AutoBatch())
+ONE = AutoBatch()
+TWICE = {
+    "two": lambda: ([AutoBatch(), AutoBatch()], []),
+    "of other steps": lambda: ([AutoBatch(), AutoBatch(steps=("training_step",))], []),
+    "one of them twice": lambda: ([ONE, ONE], []),
+    "one more later": lambda: ([AutoBatch()], [AutoBatch()]),
+    "used before": lambda: ([_used(), _used()], []),
+    "used before, and a new one": lambda: ([_used(), AutoBatch()], []),
+}
+
+
+def _used() -> Any:
+    ours = AutoBatch()
+    fit(trainer([ours]), Classifier())
+    return ours
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_twice_in_one_trainer(name: str) -> None:
+    given, later = TWICE[name]()
+    used, module = trainer(given), Classifier()
+    used.callbacks += later
     with pytest.raises(ValueError, match="AutoBatch is in the callbacks of this trainer twice"):
         fit(used, module)
     assert not {"training_step", "log", "__reduce_ex__"} & vars(module).keys()
