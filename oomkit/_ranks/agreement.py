@@ -182,8 +182,8 @@ class Agreement(Call):
         """Before an update; 2: others have no part in it; more: how tight one of theirs is."""
         if self._done == 0:
             return 2
-        if self._joined is not None:
-            tight = 0  # what follows the update in join() is torch's affair
+        if tight > 0 and self._joined is not None and not self._joined.votes_again():
+            tight = 0
         eased = self.step in self.world.at_ease
         if not self.agreed_commit(tight):
             return 1
@@ -221,6 +221,11 @@ class Agreement(Call):
                 f"broadcast_buffers=False to it{_C.see('distributed')}"
             )
         return self._joined is None
+
+    def opens_again(self) -> None:
+        """Those who have left come to one vote after an update, and to no other one."""
+        if self._joined is None or self._joined.is_full():
+            super().opens_again()
 
     def _end(self) -> int:
         """Inside join(): do those who have left wait for a backward of the caller's?"""

@@ -6,8 +6,10 @@ that is agreed on makes them once, before its first attempt, and says in one of 
 one. A rank that has left then goes where the others go: it votes that all is well, whatever on,
 takes part with zeros in their reductions, and is back in torch's loop when all have come to the
 update, or to the end without one. Their last vote tells it whether gradients are still to be
-reduced, and whether their next forward begins with a broadcast of buffers. All have to share
-memory, in which they tell of what they do.
+reduced, and whether their next forward begins with a broadcast of buffers. Where an update is
+tight one more vote follows it, unless join() has other objects in it as well, as an optimizer whose
+update is made together with those that have left. All have to share memory, in which they tell of
+what they do.
 
 All ranks must have begun one such call over a model before one of them leaves. Of other models
 torch's hook is left as it is.
@@ -15,7 +17,9 @@ torch's hook is left as it is.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, _JoinConfig
 from torch.nn.parallel import distributed as ddp
 
+from .. import _C
 from . import matters
 from .call import Call
 from .reducer import Reducer
@@ -34,8 +39,10 @@ LAST = frozenset({matters.COMMIT, matters.START, matters.PROOF})
 whose caller has a backward to run, or has not."""
 BROADCASTS = 16
 """To be added to it: the next forward begins with a broadcast of buffers."""
-_AGREED = 4096.0
+_AGREED = float(1 << 20)
 """In place of torch's 1 or 0: a call that is agreed on."""
+_BUSY = float(1 << 12)
+"""In place of torch's 0: a rank that has left, and takes part in more than the model's affairs."""
 _LEFT = "inside join() a rank has left before the first decorated call of all ranks"
 _met: weakref.WeakKeyDictionary[Any, weakref.ref[World]] = weakref.WeakKeyDictionary()
 """Models over which all ranks of a world have begun a call."""
@@ -55,6 +62,7 @@ class Joined:
         self._model, self._work = model, work
         self._config = model._join_config
         self._told: Any = None
+        self._telling: Any = None
         broadcasts = model._check_sync_bufs_pre_fwd()
         self._before = [(b, b.clone()) for b in model.module.buffers()] if broadcasts else []
 
@@ -71,8 +79,14 @@ class Joined:
         model = self._model
         model.reducer._set_forward_pass_work_handle(self._work, model._divide_by_initial_world_size)
         self._told = torch.full((1,), _AGREED, device=model.device)
-        dist.all_reduce(self._told, group=model.process_group, async_op=True)
+        group = model.process_group
+        self._telling = dist.all_reduce(self._told, group=group, async_op=True)
         model._join_config = _JoinConfig(False, False, False)
+
+    def votes_again(self) -> bool:
+        """Do those who have left come to a vote after the update?"""
+        self._telling.wait()
+        return float(self._told.item()) % _AGREED < _BUSY
 
     def leave(self, forwards: bool) -> None:
         """After a call without `forwards` buffers are this rank's own."""
@@ -166,26 +180,32 @@ class Left(Call):
         self.reduced = True
 
     def serve(self) -> int:
-        """Until their last vote: its matter."""
+        """Until their last vote: the matter of that before the update, or at the end."""
+        last = 0
         while True:
             largest = self.vote(FINE, ANY)
             matter = self.world.voted_on() & 255
             if largest >= AGAIN:
                 self._reducer.reset()
                 self.reduced = False
-            elif matter & ~BROADCASTS in LAST:
+                continue
+            if matter & ~BROADCASTS in LAST:
+                last = matter
                 if largest % TIGHT == TROUBLE:
                     self.world.at_ease.clear()
-                return matter
+                if largest < TIGHT:
+                    return last
+            elif matter == matters.UPDATED:
+                return last
 
 
-def _take_part(world: World, model: Any) -> None:
+def _take_part(world: World, model: Any, busy: bool) -> None:
     """A rank that has left, in a forward of the others: as torch's own hook, and `Left`."""
     model.reducer._rebuild_buckets()
     model._check_and_sync_module_buffers()
-    told = torch.zeros(1, device=model.device)
+    told = torch.full((1,), _BUSY if busy else 0.0, device=model.device)
     dist.all_reduce(told, group=model.process_group)
-    reduces = broadcasts = bool(told.item() > 0.0)
+    reduces = broadcasts = bool(told.item() % _BUSY > 0.0)
     reduced = False
     if told.item() >= _AGREED:
         left = Left(world, model)
@@ -201,11 +221,23 @@ def _take_part(world: World, model: Any) -> None:
         model.reducer._push_all_rebuilt_params()
 
 
+@contextlib.contextmanager
+def _noted(world: World | None) -> Iterator[None]:
+    """A collective of torch's: who is missing is added to its error."""
+    try:
+        yield
+    except RuntimeError as failed:
+        if world is not None and world.shared and not isinstance(failed, _C.RankError):
+            world.note(failed)
+        raise
+
+
 def _watch() -> None:
     """Have ranks that have left take part. Torch keeps its hooks to itself, and makes them before a
     model's first call: so there is one for all models, which asks whose it is."""
     hook: Any = ddp._DDPJoinHook
-    plain = hook.main_hook
+    join: Any = Join
+    plain, count = hook.main_hook, join._get_num_nonjoined_procs
     if hasattr(plain, "_oomkit_plain"):
         return
 
@@ -213,8 +245,16 @@ def _watch() -> None:
         world = _has_met(self.ddp)
         if world is None:
             plain(self)
-        else:
-            _take_part(world, self.ddp)
+            return
+        with _noted(world):
+            _take_part(world, self.ddp, getattr(self, "_oomkit_busy", True))
+
+    def get_num_nonjoined_procs(self: Any) -> Any:
+        for one in self._join_hooks:
+            one._oomkit_busy = len(self._join_hooks) > 1
+        with _noted(present()):
+            return count(self)
 
     main_hook._oomkit_plain = plain  # type: ignore[attr-defined]
     hook.main_hook = main_hook
+    join._get_num_nonjoined_procs = get_num_nonjoined_procs

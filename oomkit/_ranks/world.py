@@ -315,7 +315,13 @@ def _ends(world: weakref.ref[World], process: int) -> None:
     """The program has come to its end; a child of it that was forked says nothing."""
     own = world()
     if own is not None and os.getpid() == process:
-        own.say(own.others.said(own.rank) or "its program has ended", gone=True)
+        own.say(own.others.said(own.rank) or _how_it_ends(), gone=True)
+
+
+def _how_it_ends() -> str:
+    failed = getattr(sys, "last_value", None)  # which nobody has caught
+    ended = "its program has ended"
+    return ended if failed is None else f"{ended} after {type(failed).__name__}: {failed}"
 
 
 _warned: set[tuple[str, int]] = set()

@@ -253,4 +253,20 @@ MUTANTS = [
         "",
         (f"{STEPS}::test_a_rank_that_has_left_before_all_have_met_is_torchs_affair[idle-first]",),
     ),
+    Mutant(
+        "who-has-left-gone-before-the-last-vote",
+        "a rank that has left comes to the vote after a tight update, too",
+        "oomkit/_ranks/joins.py",
+        "                if largest < TIGHT:\n",
+        "                if largest < AGAIN:\n",
+        (f"{UPDATES}::test_who_has_left_takes_part_in_the_vote_after_an_update[undone]",),
+    ),
+    Mutant(
+        "who-has-left-awaited-in-an-update",
+        "no vote follows an update that ranks make together with those that have left",
+        "oomkit/_ranks/joins.py",
+        "% _AGREED < _BUSY\n",
+        "% _AGREED >= 0.0\n",
+        (f"{UPDATES}::test_who_has_left_takes_part_in_the_vote_after_an_update[zero]",),
+    ),
 ]

@@ -182,11 +182,16 @@ def _results_in_common(asked: str) -> list[Any]:
     with (common / f"ranks-{name}.json").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another worker is at it
         file.seek(0)
-        found: list[Any] = json.loads(file.read() or "[]")
-        if not found:
-            found = results_of(**json.loads(asked))
-            json.dump(found, file)
-        return found
+        text = file.read()
+        if not text:
+            try:
+                text = json.dumps(results_of(**json.loads(asked)))
+            except AssertionError as failed:
+                text = json.dumps(str(failed))
+            file.write(text)
+    found: Any = json.loads(text)
+    assert isinstance(found, list), found
+    return found
 
 
 def results_once(program: str, world: int, limit: float = 100.0, **arguments: Any) -> list[Any]:
@@ -226,6 +231,7 @@ def _run(asked: dict[str, Any]) -> None:
         notes = " ".join(getattr(raised, "__notes__", []))
         told["error"] = f"{type(raised).__name__}: {raised} {notes}".strip()
         traceback.print_exc()
+        sys.last_value = raised  # as at the end of a program, too
         status = 1
     (folder / f"result-{rank}.part").write_text(json.dumps(told))
     (folder / f"result-{rank}.part").rename(folder / f"result-{rank}")

@@ -351,6 +351,14 @@ def test_who_has_left_is_told_of_errors() -> None:
         assert "cannot run a forward after the update inside join()" in one[4]
 
 
+@pytest.mark.parametrize("fails", ["between", "after"])
+def test_who_has_left_is_told_who_has_ended_with_what(fails: str) -> None:
+    first, _ = ranks_of("joins:left_outside", 2, fails=fails)
+    assert first.result.startswith("RuntimeError: ") and not first.hung
+    assert "oomkit: rank 1 (process" in first.result
+    assert "ValueError: a label that there is not" in first.result
+
+
 @pytest.mark.parametrize("have_met", [False, True], ids=["first", "over another model"])
 @pytest.mark.parametrize("kind", ["plain", "idle", "norm", "idle, norm"])
 def test_a_rank_that_has_left_before_all_have_met_is_torchs_affair(

@@ -163,3 +163,47 @@ def test_where_ranks_do_not_share_memory(way: str) -> None:
         said, _ = UNDONE[name]
         other, failed = _of(f"undone {name}", way)
         assert said in other["error"] and other["before"] and failed["before"], name
+
+
+JOINED: dict[str, dict[str, Any]] = {
+    "made": PARTS,
+    "a part fails": {"times": 1, **PARTS},
+    "all again": {"times": 1, **OWN},
+    "undone": {**GOOD, **PARTS},
+    "copied, undone": {**GOOD, "nth": 4, **COPY},
+    "all there": {"all_there": True, **GOOD, **PARTS},
+    "zero": {"optimizer": "ZeRO", **PARTS},
+}
+"""Inside join(), where the first of three ranks has left."""
+
+
+EACH_JOINED = {
+    f"{nth}, {times}": {"times": times, "nth": nth, **PARTS}
+    for nth, times in sampled(list(itertools.product(range(1, 15), (1, 2, 3, None))), 3, "joined")
+}
+
+
+def _joined(name: str) -> list[dict[str, Any]]:
+    given = {"cases": JOINED | EACH_JOINED, "joined": True}
+    return [found[name] for found in results_once("updates:cases", 3, 200.0, **given)]
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_who_has_left_takes_part_in_the_vote_after_an_update(name: str) -> None:
+    first, other, last = _joined(name)
+    if "times" in JOINED[name] and JOINED[name]["times"] is None:
+        assert last["error"].startswith("OutOfMemory: ")
+        for found in (first, other):
+            assert found["error"].startswith("RankError: rank 2 cannot continue: OutOfMemory: ")
+        assert all(found["before"] for found in (first, other, last))
+    else:
+        assert [found["error"] for found in (first, other, last)] == [""] * 3
+        assert all(found["after"] for found in (first, other, last))
+    assert other["tight"] == last["tight"] == (0 if name == "zero" else 2)
+
+
+@pytest.mark.parametrize("name", EACH_JOINED)
+def test_each_place_of_an_update_is_made_by_all_that_have_not_left_or_by_none(name: str) -> None:
+    found = _joined(name)
+    assert len({bool(one["error"]) for one in found}) == 1
+    assert all(one["before" if one["error"] else "after"] for one in found)

@@ -212,3 +212,26 @@ def not_agreed_on(rank: Rank) -> bool:
                     assert "leave global_weight=True out there" in said
         found.append([p.detach().flatten().tolist() for p in one.model.parameters()])
     return equal(*found)
+
+
+def left_outside(rank: Rank) -> str:
+    """An error on the last rank, between two steps or after the update of one, which ends its
+    program: what a rank is told that has left."""
+    prepare(rank)
+    one, fails = Uneven(rank, "plain"), rank.arguments["fails"]
+
+    @oomkit.auto_batch(verify=False, model=one.model)
+    def step(x: torch.Tensor, y: torch.Tensor, index: int) -> None:
+        one.step(x, y)
+        if fails == "after" and index == 2:
+            raise ValueError("a label that there is not")
+
+    try:
+        with one.model.join():
+            for index in range(1 if rank.rank == 0 else 4):
+                if fails == "between" and index == 2:
+                    raise ValueError("a label that there is not")
+                step(*one.batch(index), index)
+    except RuntimeError as error:
+        return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return "nothing"

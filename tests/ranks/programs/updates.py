@@ -7,13 +7,14 @@ import gc
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,6 +73,10 @@ class Program:
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         kind = self.given.get("optimizer", "Adam")
+        if kind == "ZeRO":
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         if kind == "Own":
             oomkit.optim.register_optimizer(Own)
             return Own(model.parameters(), lr=0.1)
@@ -205,6 +210,51 @@ def one(rank: Rank, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _told(function: Callable[[], None]) -> str:
+    try:
+        function()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return ""
+
+
+def one_joined(rank: Rank, given: dict[str, Any]) -> dict[str, Any]:
+    """Steps inside join(), which the first rank leaves after one, where the last rank's update has
+    trouble in the second: what is raised and left."""
+    torch.manual_seed(rank.rank + 1)
+    x, y = torch.randn(2, 8, 4), torch.randn(2, 8, 2)
+    count = 1 if rank.rank == 0 and not given.get("all_there") else 2
+    bare, program = Program(given), Program(given)
+    options = {"verify": False, "ladder": (), "label": "a step"}
+    options |= {"optimizer_safety": given["optimizer_safety"]}
+    step = oomkit.auto_batch(program.step, **options)
+    votes, before = Votes(), program.state()
+
+    def epoch(one: Program, step: Any) -> None:
+        nonlocal before
+        with Join([*one.models, *(one.optimizers if given.get("optimizer") == "ZeRO" else [])]):
+            for turn in range(count):
+                if turn == 1:
+                    before = one.state()
+                hurt = one is program and turn == 1 and rank.rank == rank.world - 1
+                with votes, _trouble(given if hurt else {}):
+                    step(x[turn], y[turn])
+            if count == 1:
+                before = one.state()
+
+    epoch(bare, bare.step)
+    votes = Votes()
+    error = _told(lambda: epoch(program, step))
+    after = program.state()
+    moved = len(program.models[0].state_dict()) if rank.rank == 0 else len(after)
+    return {
+        "error": error,
+        "tight": votes.tight() if count == 2 else 0,
+        "before": _same(after, before),
+        "after": _same(after[:moved], bare.state()[:moved]),
+    }
+
+
 def cases(rank: Rank) -> dict[str, Any]:
     """All in one process group, one after the other."""
     rank.votes_by()
@@ -216,5 +266,5 @@ def cases(rank: Rank) -> dict[str, Any]:
     found = {}
     for name, given in rank.arguments["cases"].items():
         print(name, flush=True)
-        found[name] = one(rank, given)
+        found[name] = (one_joined if rank.arguments.get("joined") else one)(rank, given)
     return found
