@@ -11,6 +11,7 @@ import transformers as hf
 from hf_models import bert, labelled, lm, tokens, trainer
 from hf_runs import plain, run
 from runs import SINGLE, differences
+from test_hf_sweep import SETTINGS
 from test_trl_sweep import dpo, online, sft
 
 import oomkit
@@ -30,6 +31,11 @@ def _alone(method: str, **options: Any) -> Any:
 
 
 CASES = {
+    "items that the loss ignores": (
+        SETTINGS["classes"].make,
+        "training_step",
+        {"batch": "inputs", "verify": False},
+    ),
     "rows of pairs": (dpo, "training_step", {"verify": False}),
     "numbers of tokens": (sft, "training_step", {"batch": "inputs"}),
     "items as a key": (lambda: online(), "compute_loss", {"verify": False}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from ignite.engine import (
     supervised_training_step,
 )
 from ignite.metrics import Accuracy, Loss
-from runs import MODES, Arm, places
+from runs import MODES, Arm, listening, places
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,6 +39,7 @@ class World:
         y = torch.randint(0, 3, (4 * ROWS,), generator=generator)
         self.batches = list(zip(x.split(ROWS), y.split(ROWS), strict=True))
         self.seen: list[float] = []
+        self.said: list[str] = []
         self.error: oomkit.OutOfMemory | None = None
 
 
@@ -45,7 +47,13 @@ Work = Callable[[World, Callable[..., Any]], None]
 
 
 def _run(
-    work: Work, protect: bool, number: int, nth: int = 2**40, times: int | None = 1
+    work: Work,
+    protect: bool,
+    number: int = 0,
+    nth: int = 2**40,
+    times: int | None = 1,
+    slices: dict[int, tuple[int, ...]] | None = None,
+    **more: Any,
 ) -> tuple[World, Arm]:
     world, found = World(), {}
 
@@ -54,14 +62,15 @@ def _run(
         return {name: value.clone() for name, value in tensors.items()}
 
     def wrap(step: Callable[..., Any], **options: Any) -> Any:
-        step = oomkit.auto_batch(step, **options) if protect else step
-        found["arm"] = Arm(step, number, {"nth": nth, "times": times}, look=look)
+        step = oomkit.auto_batch(step, **options, **more) if protect else step
+        found["arm"] = Arm(step, number, {"nth": nth, "times": times}, slices, look)
         return found["arm"]
 
-    try:
-        work(world, wrap)
-    except oomkit.OutOfMemory as error:
-        world.error = error.with_traceback(None)
+    with listening() as world.said:
+        try:
+            work(world, wrap)
+        except oomkit.OutOfMemory as error:
+            world.error = error.with_traceback(None)
     return world, found["arm"]
 
 
@@ -144,6 +153,29 @@ def _accelerated(world: World, wrap: Any) -> None:
         world.seen.append(safe(batch))
 
 
+def _counts(arm: Arm) -> tuple[int, ...]:
+    """Micro-batches of each call."""
+    return tuple(record.accumulation_steps for record in arm.step.records)  # type: ignore[attr-defined]
+
+
+def _in_the_same_slices(work: Work, counts: tuple[int, ...]) -> World:
+    """A run without an error whose calls are split as those of another one were."""
+    # The first split call is proven: that one is split by an option.
+    first = 1 if work is _evaluating else next(count for count in counts if count > 1)
+    forced = {}
+    for call, count in enumerate(counts, 1):
+        if count != first:
+            ends = [ROWS * at // count for at in range(count + 1)]
+            forced[call] = tuple(b - a for a, b in itertools.pairwise(ends))
+    world, _ = _run(work, True, slices=forced, accumulation_steps=first)
+    return world
+
+
+def _is_left(world: World) -> list[torch.Tensor]:
+    states = [world.optimizer.state[p] for p in world.model.parameters()]
+    return [*world.model.parameters(), *(each["momentum_buffer"] for each in states if each)]
+
+
 WORKS = [
     _engine,
     _created,
@@ -163,6 +195,7 @@ def test_an_error_leaves_the_run_as_it_is_without(
     reference, _ = _run(work, False, number)
     healthy, arm = _run(work, True, number)
     assert healthy.seen == reference.seen and arm.seen > 0
+    same: dict[Any, World] = {}
     for nth in places(arm.seen):
         world, failed = _run(work, True, number, nth, times)
         assert failed.fired, nth
@@ -171,5 +204,14 @@ def test_an_error_leaves_the_run_as_it_is_without(
             assert not failed.changed, (nth, failed.changed)
             continue
         assert world.seen == pytest.approx(reference.seen, abs=1e-5), nth
-        for one, two in zip(reference.model.parameters(), world.model.parameters(), strict=True):
+        left = _is_left(world)
+        for one, two in zip(_is_left(reference), left, strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
+        counts = _counts(failed)
+        if counts not in same:
+            split = max(counts) > 1
+            same[counts] = _in_the_same_slices(work, counts) if split else reference
+        assert world.seen == same[counts].seen, (nth, counts)
+        rounded = any("not bit for bit" in line for line in world.said)
+        for one, two in zip(_is_left(same[counts]), left, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-6 if rounded else 0)

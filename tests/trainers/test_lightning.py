@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_runs import CLASSES, FEATURES, Classifier, fit, loader, run, sweep, trainer
-from runs import SINGLE, at_most, differences, peak_of
+from runs import SINGLE, at_most, differences, listening, peak_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -60,6 +60,12 @@ class Twice(Classifier):
 class ThroughSuper(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return 2 * super().training_step(batch, batch_idx)
+
+
+class Dropping(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, nn.Dropout(0.3))
 
 
 class Manual(Classifier):
@@ -112,6 +118,7 @@ SETTINGS = {
     "twice": (Twice, {}),
     "clipping": (Classifier, {"gradient_clip_val": 0.1}),
     "bf16": (Classifier, {"precision": "bf16-mixed", "limit": 2e-2}),
+    "dropout": (Dropping, {"exact": False}),
     "manual": (Manual, {"callback": {"optimizer_safety": "parts"}}),
 }
 
@@ -263,6 +270,44 @@ def test_nothing_of_ours_keeps_the_module_alive(kind: Any, no_gc: None) -> None:
     assert {each.__qualname__ for each in found} == {"AutoBatch", "_Parts"}
     gc.collect()
     assert alive() is None and kept() is None
+
+
+# --- what auto_batch alone does ---
+
+
+class Alone(lightning.Callback):
+    """`auto_batch` on a training step, as users write it."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        step = oomkit.auto_batch(pl_module.training_step, batch="batch", accumulation_steps=2)
+        object.__setattr__(pl_module, "training_step", step)
+
+
+def _alone(kind: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    used = trainer([Alone()])
+    with listening() as said:
+        fit(used, kind())
+    return used.logger.lines, said
+
+
+def test_what_super_logs_is_that_of_the_last_micro_batch_without_the_callback() -> None:
+    """And nothing is said of it."""
+    reference, _, _ = run(ThroughSuper, False)
+    outcome, _, ours = run(ThroughSuper, callback={"accumulation_steps": 2})
+    assert ours.records[0].accumulation_steps == 2
+    assert not differences(reference, outcome, SINGLE)
+    lines, said = _alone(ThroughSuper)
+    assert abs(lines[0]["train_loss_step"] / reference.log[0]["train_loss_step"] - 1) > 0.01
+    assert not [line for line in said if "self.log" in line]
+
+
+def test_the_closure_of_an_optimizer_needs_the_callback() -> None:
+    with pytest.raises(oomkit.SplitError, match="steps an optimizer .* that was not found"):
+        _alone(Manual)
+    reference, _, _ = run(Manual, False)
+    outcome, _, ours = run(Manual, callback={"accumulation_steps": 2})
+    assert ours.records[0].accumulation_steps == 2
+    assert not differences(reference, outcome, SINGLE)
 
 
 # --- bad input ---
