@@ -64,6 +64,13 @@ def _votes(count: int) -> dict[str, tuple[float, float]]:
         "gloo barrier": dist.barrier,
         "TCPStore add": lambda: store.add("counter", 1),
     }
+    if world.way == "Nodes":  # what a collective of fully_shard() costs there besides
+        others = world.others
+        own = others.nodes.index(others.here)
+        rows["a word to other machines, in the store"] = lambda: others.write_step(
+            own, 0, (-2, 0), 0
+        )
+        rows["a look at the word of another machine"] = lambda: others.read_step(1 - own, 0)
     found = {}
     for name, call in rows.items():
         _timed(call, count // 10)
@@ -175,7 +182,7 @@ def _exchanges(
     return {
         f"{kind}, collectives added to torch's {made[0]}": (made[1] - made[0], 0),
         f"{kind}, votes": (counts["vote"], 0),
-        f"{kind}, words in shared memory": (counts["tell"], 0),
+        f"{kind}, words to the others": (counts["tell"], 0),
         f"{kind}, collectives that Composer would add": (2 * checks, 0),
     }
 
@@ -192,7 +199,7 @@ def _rank(rank: int, world: int, folder: str, count: int, machines: list[int]) -
     if len(machines) > 1:
         worlds._node = lambda: of[rank]
     found = _votes(count)
-    for kind in ("DDP", "FSDP2") if len(machines) == 1 else ("DDP",):
+    for kind in ("DDP", "FSDP2"):
         found |= _steps(kind, max(20, count // 20))
     if rank == 0:
         lines = [f"{n:50s} {median:10.2f} {late:10.2f}" for n, (median, late) in found.items()]

@@ -40,7 +40,8 @@ from .call import PATIENCE, Call, refuse_in_parts
 from .joins import BROADCASTS, LAST, Joined, is_joined
 from .joins import begin as begin_joined
 from .joins import refusal as join_refusal
-from .reducer import UNTOUCHED, Reducer, reducer_of, static_refusal
+from .reducer import UNTOUCHED, Reducer, reducer_of
+from .reducer import refusal as reducer_refusal
 from .ways import AGAIN, FATAL, FINE, NEVER, STOP
 from .world import World, meet
 
@@ -416,7 +417,7 @@ def _refusal(model: Any) -> str | None:
     """Why calls over this model are not agreed on, or None."""
     if not isinstance(model, DistributedDataParallel):
         return _unknown(model)
-    if model.static_graph and (why := static_refusal(model)) is not None:
+    if (why := reducer_refusal(model)) is not None:
         return why
     if is_joined(model) and (why := join_refusal(model)) is not None:
         return why

@@ -30,6 +30,7 @@ from torch.nn.parallel import distributed as ddp
 from .. import _C
 from . import matters
 from .call import Call
+from .private import REDUCER, lacks
 from .reducer import Reducer
 from .ways import AGAIN, ANY, FINE, NEVER, TIGHT, TROUBLE
 from .world import World, meet, present
@@ -44,6 +45,14 @@ _AGREED = float(1 << 20)
 _BUSY = float(1 << 12)
 """In place of torch's 0: a rank that has left, and takes part in more than the model's affairs."""
 _LEFT = "inside join() a rank has left before the first decorated call of all ranks"
+_USED = {
+    ddp.DistributedDataParallel: "_check_and_sync_module_buffers _match_all_reduce_for_bwd_pass "
+    "_match_unused_params_allreduce",
+    ddp._DDPJoinHook: "ddp main_hook",
+    Join: "_get_num_nonjoined_procs _join_hooks notify_join_context",
+    REDUCER: "_push_all_rebuilt_params _set_forward_pass_work_handle",
+}
+"""What is private in torch, and used here."""
 _met: weakref.WeakKeyDictionary[Any, weakref.ref[World]] = weakref.WeakKeyDictionary()
 """Models over which all ranks of a world have begun a call."""
 _alone: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -112,6 +121,9 @@ def refusal(model: Any) -> str | None:
     """Why no call over this model is agreed on inside this join(), or None."""
     if model.static_graph:
         return "inside join() the model's graph is static: leave static_graph=True out"
+    missing = lacks(*_USED.items())
+    if missing is not None:
+        return f"join() of torch {torch.__version__} has no {missing}"
     if not model._join_config.is_first_joinable:
         return "inside Join() something else stands before the model: name the model first"
     return None

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
+from .private import REDUCER, lacks
 
 if TYPE_CHECKING:
     from .agreement import Agreement
@@ -27,6 +29,23 @@ if TYPE_CHECKING:
 UNTOUCHED = 0
 """In place of whether a forward begins with a broadcast: what torch takes for False, and never
 writes."""
+
+
+_USED = {
+    DistributedDataParallel: "_check_sync_bufs_pre_fwd _comm_hooks _has_rebuilt_buckets "
+    "_join_config _sync_buffers _use_python_reducer reducer require_backward_grad_sync "
+    "require_forward_param_sync",
+    REDUCER: "_check_reducer_finalized _get_local_used_map "
+    "_get_zeros_like_grad_buckets _rebuild_buckets _reset_state _run_comm_hook "
+    "prepare_for_backward",
+    dist.ProcessGroup: "_get_sequence_number_for_group",
+}
+"""What is private in torch, and used here."""
+_USED_BY_STATIC = {
+    DistributedDataParallel: "_build_debug_param_to_name_mapping _build_params_for_reducer "
+    "_ddp_init_helper _get_ddp_logging_data _static_graph_delay_allreduce_enqueued logger",
+    REDUCER: "_delay_all_reduce _set_static_graph",
+}
 
 
 class _Touch(torch.autograd.Function):
@@ -414,7 +433,17 @@ class StaticReducer(Reducer):
         self.model._static_graph_delay_allreduce_enqueued = not self.first
 
 
-def static_refusal(model: Any) -> str | None:
+def refusal(model: Any) -> str | None:
+    """Why calls over this model are not agreed on, or None."""
+    missing = lacks(*_USED.items())
+    if missing is None and model.static_graph:
+        missing = lacks(*_USED_BY_STATIC.items())
+    if missing is not None:
+        return f"DistributedDataParallel of torch {torch.__version__} has no {missing}"
+    return _static_refusal(model) if model.static_graph else None
+
+
+def _static_refusal(model: Any) -> str | None:
     """Why calls over this model with static_graph=True are not agreed on, or None: its hook is lost
     with its reducer."""
     if model._static_graph_delay_allreduce_enqueued or model._comm_hooks:

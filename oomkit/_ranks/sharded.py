@@ -18,7 +18,6 @@ begins again for that.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +30,7 @@ from .. import _C
 from . import matters
 from .call import Call, refuse_in_parts
 from .others import error
+from .private import lacks
 from .ways import AGAIN, FINE, NEVER, OTHERS, STOP
 from .world import World
 
@@ -51,38 +51,17 @@ _NAMES = {
 """What is private in torch, and used here."""
 
 
-def _is_missing() -> str | None:
+def _missing() -> str | None:
     """A name that this torch does not have, or None."""
     if not hasattr(FSDPModule, "reset_iter_state"):
         return "FSDPModule.reset_iter_state"
     package = "torch.distributed.fsdp._fully_shard._fsdp_"
     try:
         modules = [importlib.import_module(f"{package}{m}") for m in _MODULES]
-    except ImportError as failed:
+        kinds = [getattr(module, kind) for module, kind in zip(modules, _NAMES, strict=True)]
+    except (ImportError, AttributeError) as failed:
         return str(failed)
-    for module, (kind, names) in zip(modules, _NAMES.items(), strict=True):
-        source = getattr(module, kind, None)
-        known = set() if source is None else _attributes(source)
-        for wanted in names.split():
-            if wanted not in known:
-                return f"{kind}.{wanted}"
-    return None
-
-
-def _attributes(kind: type) -> set[str]:
-    """Names of a class, and of what its methods assign to."""
-    found = set(dir(kind)) | set(getattr(kind, "__annotations__", ()))
-    for method in vars(kind).values():
-        code = getattr(method, "__code__", None) or getattr(
-            getattr(method, "__wrapped__", None), "__code__", None
-        )
-        found |= set(code.co_names) if code is not None else set()
-    return found
-
-
-@functools.cache
-def _missing() -> str | None:
-    return _is_missing()
+    return lacks(*zip(kinds, _NAMES.values(), strict=True))
 
 
 class _Gather:

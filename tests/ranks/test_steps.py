@@ -23,12 +23,17 @@ REFUSED = {
     "sync batch norm": "SyncBatchNorm communicates inside the forward",
     "tensor parallel": "spread over ranks without fully_shard(), as in tensor parallelism",
     "deepspeed": "ranks's DeepSpeedEngine is not supported",
+    "megatron": "ranks's MegatronModule is not supported",
+    "fsdp1": "torch's FullyShardedDataParallel is not supported",
     "subgroup": "its process group is not that of all ranks",
     "buffer hook": "it has a hook for its buffers",
     "fsdp, kept": "set_reshard_after_backward(False)",
     "fsdp, replicas": "set_requires_all_reduce(False)",
     "fsdp, open": "set_is_last_backward(False)",
-    "fsdp, another torch": f"torch {torch.__version__} has no FSDPParam.a_name_of_another_torch",
+    "another torch": f"of torch {torch.__version__} has no Reducer.a_name_of_another_torch",
+    "static, another torch": "has no Reducer.a_name_of_static",
+    "joined, another torch": f"join() of torch {torch.__version__} has no Join.a_name_of_joined",
+    "fsdp, another torch": f"torch {torch.__version__} has no FSDPParam.a_name_of_fsdp",
     "fsdp, hook": "it has a hook for its reduction",
 }
 OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]

@@ -105,10 +105,11 @@ def test_memory_that_a_rank_does_not_come_to_is_not_left_behind() -> None:
     assert first.result == [False]
 
 
-def test_another_version_is_an_error_on_all() -> None:
-    for ended in ranks_of("world:another_version", 2):
+@pytest.mark.parametrize("of", ["oomkit", "protocol", "torch"])
+def test_another_version_is_an_error_on_all(of: str) -> None:
+    for ended in ranks_of("world:another_version", 2, of=of):
         assert ended.status == 1
-        assert "expected the same oomkit on all ranks" in ended.error
+        assert f"expected the same {of} on all ranks" in ended.error
 
 
 def test_another_job_is_an_error_on_all() -> None:

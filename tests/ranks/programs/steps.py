@@ -342,18 +342,26 @@ class DeepSpeedEngine(_Rows):
     """By its name: DeepSpeed itself wants a compiler and a device."""
 
 
+class MegatronModule(_Rows):
+    """By its name, too: Megatron wants a device."""
+
+
 def _refused_ddp(how: str) -> Any:
     if how == "tensor parallel":
         return _tensor_parallel()
-    if how == "deepspeed":
-        return DeepSpeedEngine()
+    if how in ("deepspeed", "megatron"):
+        return DeepSpeedEngine() if how == "deepspeed" else MegatronModule()
+    if how == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(_Rows(), device_id=torch.device("cpu"))
     if how == "sparse":
         return DistributedDataParallel(nn.EmbeddingBag(10, 2, sparse=True))
     given: dict[str, Any] = {"static_graph": how.startswith("static")}
     if how == "subgroup":
         given["process_group"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = DistributedDataParallel(_Rows(), **given)
-    if how in ("joined", "static, joined"):
+    if how in ("joined", "static, joined", "joined, another torch"):
         model.join()
     elif how == "joined second":
         Join([DistributedDataParallel(_Rows()), model])
@@ -366,13 +374,20 @@ def _refused_ddp(how: str) -> Any:
     return model
 
 
-def _needs(*names: str) -> None:
-    """What oomkit uses of torch's FSDPParam besides."""
-    from oomkit._ranks import sharded
+def _needs(how: str, needed: bool) -> None:
+    """Whether oomkit uses one more private name of torch's."""
+    from oomkit._ranks import joins, reducer, sharded
+    from oomkit._ranks.private import REDUCER
 
-    known = sharded._NAMES["FSDPParam"].partition(" a_name")[0]
-    sharded._NAMES["FSDPParam"] = " ".join([known, *names])
-    sharded._missing.cache_clear()
+    used: tuple[dict[Any, str], Any] = {
+        "fsdp, another torch": (sharded._NAMES, "FSDPParam"),
+        "another torch": (reducer._USED, REDUCER),
+        "static, another torch": (reducer._USED_BY_STATIC, REDUCER),
+        "joined, another torch": (joins._USED, Join),
+    }[how]
+    of, kind = used
+    name = f"a_name_of_{how.partition(',')[0].replace(' ', '_')}"
+    of[kind] = " ".join([of[kind].partition(" a_name")[0], *[name][:needed]])
 
 
 def _refused_fsdp(how: str) -> Any:
@@ -383,7 +398,7 @@ def _refused_fsdp(how: str) -> Any:
         "fsdp, kept": lambda: model.set_reshard_after_backward(False),
         "fsdp, replicas": lambda: model.set_requires_all_reduce(False),
         "fsdp, open": lambda: model.set_is_last_backward(False),
-        "fsdp, another torch": lambda: _needs("a_name_of_another_torch"),
+        "fsdp, another torch": lambda: None,
         "fsdp, no memory": lambda: None,
         "fsdp, hook": lambda: model.set_all_reduce_hook(lambda tensor: None),
     }[how]()
@@ -397,7 +412,9 @@ def refused(rank: Rank) -> list[str]:
     found = []
     for how in rank.arguments["how"]:
         torch.manual_seed(0)
-        model = _refused_fsdp(how) if how.startswith("fsdp") else _refused_ddp(how)
+        if how.endswith("another torch"):
+            _needs(how, True)
+        model = _refused_fsdp(how) if how.startswith("fsdp, ") else _refused_ddp(how)
         x = torch.randint(0, 10, (4, 3)) if how == "sparse" else torch.randn(4, 4)
         other = None
         if how == "two joined":
@@ -414,8 +431,8 @@ def refused(rank: Rank) -> list[str]:
             warnings.simplefilter("always")
             step(x)
         found.append(" ".join(str(w.message) for w in caught if "not retried" in str(w.message)))
-        if how == "fsdp, another torch":
-            _needs()
+        if how.endswith("another torch"):
+            _needs(how, False)
     return found
 
 

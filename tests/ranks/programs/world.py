@@ -188,10 +188,12 @@ def _meets(rank: Rank) -> None:
 
 
 def another_version(rank: Rank) -> None:
-    """One rank has another oomkit."""
+    """One rank has another oomkit, another protocol of it, or another torch."""
     _meets(rank)
-    if rank.rank == 1:
-        oomkit.__version__ = "0.0.7"
+    if rank.rank == 1 and rank.arguments["of"] == "protocol":
+        worlds.PROTOCOL += 1
+    elif rank.rank == 1:
+        {"oomkit": oomkit, "torch": torch}[rank.arguments["of"]].__version__ = "0.0.7"
     _step()(torch.randn(4, 4), torch.randn(4, 2))
 
 
