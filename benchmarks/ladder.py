@@ -12,7 +12,9 @@ Usage: python benchmarks/ladder.py [--quick] [--output benchmarks/results/ladder
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import ctypes
 import gc
 import importlib
 import logging
@@ -47,6 +49,7 @@ SAME = 0.05  # of the update: parameters that differ more are another training
 NOISE = 0.02  # of speeds
 PATIENCE = 120  # seconds for one run
 EVERYTHING = 2**50
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 CONTENDERS = [
     "plain",
     "composer_policy",
@@ -249,10 +252,21 @@ def in_child(function: Callable[..., Run], *args: Any) -> Run:
     return found
 
 
+def steady_heap() -> None:
+    """glibc gives memory back to the system, and takes it again, by thresholds that follow what
+    was freed before: plain's step beside one contender has thousands of page faults, and none
+    beside another. One heap for all."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_TRIM_THRESHOLD, 2**30)
+        mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest that it takes
+
+
 def serve(name: str, everything: list[Work], pipe: Connection) -> None:
     """A contender's process: its package is imported once, each run is a child of it."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    steady_heap()
     try:
         adapter = importlib.import_module(f"peers.adapters.{name}")
     except ImportError as error:
