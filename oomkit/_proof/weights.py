@@ -84,17 +84,17 @@ class Weigher:
         tensor = next((tensor for leaf, _, tensor, _ in leaves if leaf == self.leaf), None)
         return Weigher(self.kind, self.leaf, self.text, tensor, self._value, self._weights)
 
-    def _count(self, part: torch.Tensor) -> float:
+    def _count(self, part: torch.Tensor) -> torch.Tensor:
         if self.kind == "shifted":
             part = part[:, 1:]
         if self.kind in ("labels", "shifted"):
-            return float((part != self._value).sum())
+            return (part != self._value).sum()
         if self.kind == "both":
-            return float(((part != self._value) & (part >= 0)).sum())
+            return ((part != self._value) & (part >= 0)).sum()
         if self.kind == "classes" and self._weights is not None:
             kept = part[(part >= 0) & (part < len(self._weights))].reshape(-1)
-            return float(self._weights.detach()[kept.to(self._weights.device)].double().sum())
-        return float(part.double().sum())
+            return self._weights.detach()[kept.to(self._weights.device)].double().sum()
+        return part.double().sum()
 
     def counts(self, tensor: torch.Tensor | None, cut: Cut) -> list[float]:
         """What slices weigh, before they are made shares of their sum.
@@ -105,7 +105,8 @@ class Weigher:
         """
         if self.kind == "sum" or tensor is None:
             return [1.0] * len(cut)
-        return [self._count(tensor.narrow(0, start, length)) for start, length in cut]
+        parts = [self._count(tensor.narrow(0, start, length)) for start, length in cut]
+        return [float(value) for value in torch.stack(parts).tolist()]  # a device waits once
 
     def shares(self, cut: Cut) -> tuple[float, ...] | None:
         """Weights of these slices, or None where it says nothing of them."""
