@@ -50,7 +50,7 @@ def _cancels(trainer: Any, family: str | None, method: Any, name: str) -> bool:
     """
     inner = ("_compute_loss",) if name == "evaluated_loss" else ("compute_loss", "_compute_loss")
     there = [method, *(own(trainer, each) for each in inner if hasattr(trainer, each))]
-    return family in _ONLINE and all(f.__module__.startswith("trl.") for f in there)
+    return family in _ONLINE and all(f.__module__.startswith("trl.trainer.") for f in there)
 
 
 # The steps. Each trainer gets functions with a code of their own (`_function`), for sizes are

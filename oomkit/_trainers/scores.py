@@ -27,7 +27,7 @@ _SETTINGS = ("model", "logits_to_keep", "batch_size", "compute_entropy")
 
 def are_made_by(trainer: Any) -> bool:
     """Whether a trainer computes them by a method of TRL's own: whose rows are independent."""
-    return family(trainer) in _ONLINE and own(trainer, _NAME).__module__.startswith("trl.")
+    return family(trainer) in _ONLINE and own(trainer, _NAME).__module__.startswith("trl.trainer.")
 
 
 def _scores(site: Scores, trainer: Any, model: Any, inputs: Any, more: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,24 @@ def test_other_evaluated_losses_are_proven(kind: Any) -> None:
         fault={"nth": 1},
     )
     assert arm.fired and isinstance(outcome.error, oomkit.SplitError), outcome.error
+
+
+def test_an_evaluated_loss_of_an_experimental_trainer_is_proven(tmp_path: Path) -> None:
+    """Its loss is a mean over sequences, whatever `loss_type` says."""
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trl, "GRPOTrainer", GMPOTrainer)
+        patch.setattr(trl, "GRPOConfig", GMPOConfig)
+        made = online(beta=1.0, output_dir=tmp_path, per_device_eval_batch_size=8)
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.mul_(1.5)  # far from its reference
+    whole = made.evaluate()["eval_loss"]
+    assert abs(whole) > 0.01
+    protect(made, accumulation_steps=2)
+    with pytest.raises(oomkit.SplitError, match="GMPOTrainer.compute_loss exactly"):
+        made.evaluate()
 
 
 # --- metrics ---
