@@ -18,6 +18,7 @@ begins again for that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -51,17 +52,23 @@ _NAMES = {
 """What is private in torch, and used here."""
 
 
-def _missing() -> str | None:
-    """A name that this torch does not have, or None."""
+@functools.cache
+def _kinds() -> tuple[Any, ...] | str:
+    """The classes, or which one this torch does not have."""
     if not hasattr(FSDPModule, "reset_iter_state"):
         return "FSDPModule.reset_iter_state"
     package = "torch.distributed.fsdp._fully_shard._fsdp_"
     try:
         modules = [importlib.import_module(f"{package}{m}") for m in _MODULES]
-        kinds = [getattr(module, kind) for module, kind in zip(modules, _NAMES, strict=True)]
+        return tuple(getattr(m, kind) for m, kind in zip(modules, _NAMES, strict=True))
     except (ImportError, AttributeError) as failed:
         return str(failed)
-    return lacks(*zip(kinds, _NAMES.values(), strict=True))
+
+
+def _missing() -> str | None:
+    """A name that this torch does not have, or None."""
+    kinds = _kinds()
+    return kinds if isinstance(kinds, str) else lacks(*zip(kinds, _NAMES.values(), strict=True))
 
 
 class _Gather:
