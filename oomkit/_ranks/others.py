@@ -70,6 +70,14 @@ class Others:
         if not gone and (self.vote is None or len(self.nodes) > 1):
             self._tell(f"{self.rank}/said", text[:2000])
 
+    def ends(self, text: str, failed: BaseException | None) -> None:
+        """Its program ends, by an error or not. One that it has by another rank says nothing of
+        this one."""
+        if failed is not None and not isinstance(failed, _C.RankError) and not is_lost(failed):
+            self.say(text)
+            self.saw(self.rank, "is dead")
+        self.say(text, gone=True)
+
     def said(self, rank: int, before: int = 1) -> str:
         """Its last words, in this call or in so many before it."""
         if self.vote is not None and rank in self.here:

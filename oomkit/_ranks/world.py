@@ -302,9 +302,9 @@ class World:
 
     # ---- words
 
-    def say(self, text: str, gone: bool = False) -> None:
+    def say(self, text: str) -> None:
         """For the others to read when they miss this rank."""
-        self.others.say(text, gone)
+        self.others.say(text)
 
     def note(self, exception: BaseException) -> None:
         """Adds to an error that a collective may have ended by who is missing."""
@@ -315,13 +315,11 @@ def _ends(world: weakref.ref[World], process: int) -> None:
     """The program has come to its end; a child of it that was forked says nothing."""
     own = world()
     if own is not None and os.getpid() == process:
-        own.say(own.others.said(own.rank) or _how_it_ends(), gone=True)
-
-
-def _how_it_ends() -> str:
-    failed = getattr(sys, "last_value", None)  # which nobody has caught
-    ended = "its program has ended"
-    return ended if failed is None else f"{ended} after {type(failed).__name__}: {failed}"
+        failed = getattr(sys, "last_value", None)  # which nobody has caught
+        how = "its program has ended"
+        if failed is not None:
+            how += f" after {type(failed).__name__}: {failed}"
+        own.others.ends(own.others.said(own.rank) or how, failed)
 
 
 _warned: set[tuple[str, int]] = set()

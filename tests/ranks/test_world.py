@@ -173,6 +173,16 @@ def test_a_rank_that_ends_in_a_step_is_named_on_all_machines(nodes: list[int], h
             assert "a label that there is not" in one.error
 
 
+@pytest.mark.parametrize("way", ["shared memory", "gloo", "1 + 1", "2 + 2"])
+def test_an_error_between_two_steps_is_told(way: str) -> None:
+    world, _, given = WAYS[way]
+    *others, last = ranks_of("world:one_fails_between", world, **given)
+    assert last.error.startswith("ValueError: ")
+    for one in others:
+        assert f"rank {last.rank} (process" in one.error and not one.hung
+        assert "has ended after ValueError: a label that there is not" in one.error
+
+
 def test_a_rank_that_ends_is_no_reason_for_other_micro_batches() -> None:
     first, _ = ranks_of("world:one_dies_in_the_next_attempt", 2)
     assert first.error.startswith("RuntimeError: ") and not first.hung

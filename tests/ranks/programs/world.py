@@ -315,6 +315,16 @@ def one_dies_in_the_next_attempt(rank: Rank) -> None:
         step(x, y)
 
 
+def one_fails_between(rank: Rank) -> None:
+    """The last rank's program ends by an error between two steps."""
+    _meets(rank)
+    step = _step()
+    for index in range(4):
+        if index == 2 and rank.rank == rank.world - 1:
+            raise ValueError("a label that there is not")
+        step(torch.randn(4, 4), torch.randn(4, 2))
+
+
 def one_leaves(rank: Rank) -> None:
     """The last rank's data ends before the others'."""
     _meets(rank)
