@@ -45,6 +45,7 @@ _BENT = {
     "Where": "where",
 }
 _ORDERS = ("Cummax", "Cummin", "Kthvalue", "Median", "Mode", "Nanmedian", "Sort", "Topk")
+_BY_INDEX = ("Gather", "Index", "IndexSelect", "Take")
 _SAVED = ("_saved_self", "_saved_other", "_saved_result", "_saved_condition")
 _MOST = 1000  # nodes that are looked at
 _VALUES = 1024  # of a tensor: with more it has rows, or is a parameter
@@ -75,6 +76,8 @@ def bounds(root: torch.Tensor) -> list[Bound]:
             found.append(_bound(name, node))
         if kind in _ORDERS or (kind in ("Max", "Min") and hasattr(node, "_saved_dim")):
             found.append(("order", _ordered(node), None))
+        if kind in _BY_INDEX and (rows := _left_in_place(node)):
+            found.append(("in place", ((rows,),), None))
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -110,15 +113,40 @@ def _ordered(node: Any) -> tuple[tuple[int, ...], ...]:
     return ((sizes[dim - 2**64 if dim >= 2**63 else dim],),)  # torch tells -1 without a sign
 
 
-def order_rows(whole: list[Bound], parts: list[list[Bound]]) -> bool:
+def _left_in_place(node: Any) -> int:
+    """How many values an index puts in the order in which they are: that of equal values, where it
+    comes from an order of detached ones. 0 where it is another index."""
+    try:
+        saved = [getattr(node, "_saved_index", None), *getattr(node, "_saved_indices", ())]
+    except RuntimeError:  # the graph has been freed
+        return 0
+    there = [index for index in saved if index is not None]
+    if len(there) != 1 or there[0].dtype not in (torch.int64, torch.int32) or not there[0].ndim:
+        return 0
+    index = there[0].detach()
+    if index.ndim > 1:  # of gather(): one line of them
+        index = index.movedim(getattr(node, "_saved_dim", 0), 0).flatten(1)[:, 0]
+    alike = torch.equal(index, torch.arange(len(index), dtype=index.dtype, device=index.device))
+    return len(index) if alike else 0
+
+
+def order_rows(whole: list[Bound], parts: list[list[Bound]], before: int) -> int:
     """Whether values of different rows are put in order: as many fewer in a part as it has rows.
 
     Args:
         whole: of the whole.
         parts: of each part.
+        before: what it was in the last proof.
+
+    Returns:
+        2 they are, 1 an index over rows may be such an order and left all in place, 0 neither.
     """
-    orders = [[at for name, at, _ in each if name == "order"] for each in (whole, *parts)]
-    return any(each != orders[0] for each in orders[1:])
+
+    def differ(kind: str) -> bool:
+        sizes = [[at for name, at, _ in each if name == kind] for each in (whole, *parts)]
+        return any(each != sizes[0] for each in sizes[1:])
+
+    return 2 if before == 2 or differ("order") else int(differ("in place"))
 
 
 def of_the_batch(whole: list[Bound], parts: list[list[Bound]], limit: float) -> str | None:

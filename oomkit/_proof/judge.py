@@ -142,7 +142,7 @@ class Proof:
         self._params = params
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = Quiet()
-        self._orders = False  # rows are put in order
+        self._orders = 0  # order_rows(): rows are put in order
         self._stream = torch.get_rng_state()
         self._runs: dict[str, _Run] = {}
         self._now = ""
@@ -553,7 +553,7 @@ class Proof:
                 )
 
     def _compare_bounds(self, whole: _Run, made: _Run) -> None:
-        self._orders |= order_rows(whole.bounds[0], made.bounds)
+        self._orders = order_rows(whole.bounds[0], made.bounds, self._orders)
         name = of_the_batch(whole.bounds[0], made.bounds, self._loss_limit)
         if name is not None:
             self._fail(

@@ -137,6 +137,11 @@ ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "msort": torch.msort,
     "topk": lambda v: v.topk(len(v), 0).values,
     "cummax": lambda v: v.cummax(0).values,
+    "index": lambda v: v[v.detach().argsort(0)],
+    "index_select": lambda v: v.index_select(0, v.detach().argsort(0)),
+    "gather": lambda v: v.gather(0, v.detach().argsort(0)),
+    "take": lambda v: v.take(v.detach().argsort(0)),
+    "gather rows": lambda v: v[:, None].gather(0, v[:, None].detach().argsort(0)).squeeze(1),
 }
 
 
@@ -186,3 +191,25 @@ def test_an_order_within_rows_is_shown_once() -> None:
         runs.clear()
         step(torch.randn(16, 8))
     assert runs == [8, 8]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_an_index_of_rows_is_shown_until_it_moves_one(alike: bool) -> None:
+    """Packed sequences are put in the order of their lengths, and back."""
+    net = nn.GRU(4, 4, batch_first=True)
+    runs: Seen[int] = Seen()
+
+    @oomkit.auto_batch(model=net, accumulation_steps=2)
+    def step(x: torch.Tensor, lengths: torch.Tensor) -> None:
+        net.zero_grad()
+        runs.append(len(x))
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x * net.weight_ih_l0.mean(), lengths, batch_first=True, enforce_sorted=False
+        )
+        net(packed)[1].squeeze(0).square().mean().backward()
+
+    lengths = torch.full((16,), 6) if alike else torch.arange(16) % 6 + 1
+    for _ in range(3):
+        runs.clear()
+        step(torch.randn(16, 6, 4), lengths)
+    assert (runs == [8, 8]) != alike
