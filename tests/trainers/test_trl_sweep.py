@@ -12,6 +12,7 @@ import torch
 import trl
 from hf_models import arguments, llama, tokenizer
 from hf_runs import SCORES, run, sweep
+from runs import HALF, SINGLE
 
 import oomkit
 from oomkit.transformers import protect, records, unprotect
@@ -244,6 +245,7 @@ def test_losses_of_the_whole_batch_are_refused(make: Any) -> None:
 MADE = {
     "rloo": (2, lambda **more: online("RLOO", **more)),
     "rloo_2": (2, lambda **more: online("RLOO", gradient_accumulation_steps=2, **more)),
+    "rloo_bf16": (2, lambda **more: online("RLOO", **{**more, "bf16": True})),
     "rloo_evaluation": (5, lambda **more: online("RLOO", **more)),
     "rloo_model": (3, lambda **more: online("RLOO", beta=0.1, **more)),
     "rloo_reference": (4, lambda **more: online("RLOO", beta=0.1, **more)),
@@ -255,7 +257,8 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 def test_scores_survive(name: str, tmp_path: Path) -> None:
     number, make = MADE[name]
-    assert sweep(lambda: make(output_dir=tmp_path), SCORES, number)["split"]
+    limit = HALF if "bf16" in name else SINGLE
+    assert sweep(lambda: make(output_dir=tmp_path), SCORES, number, limit=limit)["split"]
 
 
 def _with_adapters(**more: Any) -> Any:
