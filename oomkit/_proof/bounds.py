@@ -107,10 +107,16 @@ def _ordered(node: Any) -> tuple[tuple[int, ...], ...]:
     """How many values are put in order: along one dimension, or of all."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     sizes = node._saved_self.shape if sizes is None else sizes
-    dim = getattr(node, "_saved_dim", None)
+    dim = _dim(node)
     if dim is None or not sizes:
         return (tuple(sizes),)
-    return ((sizes[dim - 2**64 if dim >= 2**63 else dim],),)  # torch tells -1 without a sign
+    return ((sizes[dim],),)
+
+
+def _dim(node: Any) -> int | None:
+    """The dimension of a node that has one."""
+    dim: int | None = getattr(node, "_saved_dim", None)
+    return dim - 2**64 if dim is not None and dim >= 2**63 else dim  # torch tells -1 without a sign
 
 
 def _left_in_place(node: Any) -> int:
@@ -125,7 +131,7 @@ def _left_in_place(node: Any) -> int:
         return 0
     index = there[0].detach()
     if index.ndim > 1:  # of gather(): one line of them
-        index = index.movedim(getattr(node, "_saved_dim", 0), 0).flatten(1)[:, 0]
+        index = index.movedim(_dim(node) or 0, 0).flatten(1)[:, 0]
     alike = torch.equal(index, torch.arange(len(index), dtype=index.dtype, device=index.device))
     return len(index) if alike else 0
 

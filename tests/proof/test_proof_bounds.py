@@ -142,6 +142,10 @@ ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gather": lambda v: v.gather(0, v.detach().argsort(0)),
     "take": lambda v: v.take(v.detach().argsort(0)),
     "gather rows": lambda v: v[:, None].gather(0, v[:, None].detach().argsort(0)).squeeze(1),
+    "gather along -2": lambda v: v[:, None].gather(-2, v[:, None].detach().argsort(0)).squeeze(1),
+    "index_select along -2": lambda v: (
+        v[:, None].index_select(-2, v.detach().argsort(0)).squeeze(1)
+    ),
 }
 
 
@@ -175,6 +179,23 @@ def test_an_order_over_rows_is_not_shown_by_rows_with_equal_values(order: str, l
     step, moved = _against_its_copy(ORDERS[order], late)
     with pytest.raises(oomkit.SplitError, match="differs by"):
         moved()
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_what_is_picked_in_each_row_is_split(dim: int) -> None:
+    """Log-probabilities of the labels, as most losses of language models pick them."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 4)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        net.zero_grad()
+        (-net(x).log_softmax(dim).gather(dim, y[:, None]).squeeze(dim).mean()).backward()
+
+    found, batch = [], (torch.randn(16, 8), torch.randint(0, 4, (16,)))
+    for each in step, oomkit.auto_batch(model=net, accumulation_steps=2)(step):
+        each(*batch)
+        found.append([p.grad for p in net.parameters()])
+    torch.testing.assert_close(*found)
 
 
 def test_an_order_within_rows_is_shown_once() -> None:
