@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from . import _C
 from ._trainers import names, refusals
+from ._trainers.around import Around, can_stand
 from ._trainers.books import Books
 from ._trainers.calls import Call, calls_of
 from ._trainers.kept_state import begin, sizes_class
@@ -151,6 +152,9 @@ def protect(
         calls.append(Scores(it, books, options, evaluation, begin))
     for call in calls:
         call.check(it)
+    window = calls[0].window
+    if place == "compute_loss" and window is not None and can_stand(it):
+        Around(it, window).put()
     for call in calls:
         call.put()
         for known in before:

@@ -43,7 +43,10 @@ typedef struct oomkit_grads {
     int no_aside;         /* nothing may be set aside in this call */
     oomkit_owed owed;     /* what was set aside holds too much */
     int may_owe;          /* such may be set aside: another attempt follows */
-    int marked;           /* marks are taken in this attempt */
+    int remade; /* the window makes them again: 1, it does not: -1, not asked: 0 */
+    int may_go; /* they may go for that: another attempt follows */
+    int gone;   /* they have, and have not been made again yet */
+    int marked; /* marks are taken in this attempt */
     int is_parked;
     int at_entry; /* some parameter had a gradient when the marks were taken */
 } oomkit_grads;

@@ -106,6 +106,11 @@ typedef struct oomkit_wiring {
     const oomkit_rule *const *when_split;
     oomkit_handlers handlers; /* of when_whole: see oomkit_handlers_fill() */
     const oomkit_outside *outside;
+    /* everything was put back, as `result` and *message say, but for gradients of
+     * earlier calls that have gone: that of oomkit_take_back() now. `error` (borrowed,
+     * or NULL) is raised afterwards */
+    int (*gradients_are_gone)(oomkit_call *, int result, PyObject **message,
+                              PyObject *error);
     /* the step that knows about an object; borrowed from the step, or NULL */
     struct oomkit_step *(*step_of_object)(struct oomkit_step *, PyObject *);
     /* a new step. New reference or NULL. */

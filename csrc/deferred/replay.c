@@ -407,6 +407,10 @@ oomkit_replay_end(oomkit_call *call, const oomkit_deferred *p, int finished)
     if (p != NULL) {
         replay_record(call, p);
     }
+    if (p != NULL && finished && call->cut->slices != NULL &&
+        oomkit_earlier_note(call) < 0) {
+        PyErr_WriteUnraisable(call->given.func); /* the gradients are there */
+    }
     call->step->seen_oom |= call->tries.ooms > 0;
     oomkit_call_free(call);
     Py_CLEAR(call->step);

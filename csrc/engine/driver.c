@@ -80,6 +80,10 @@ oomkit_call_recorded(oomkit_call *call)
     const oomkit_phases *phases = NULL;
     oomkit_record record;
 
+    if (oomkit_earlier_runs()) { /* its record is there */
+        call->log.record = UINT64_MAX;
+        return;
+    }
     oomkit_call_record(call, &record);
     call->log.record = oomkit_history_count(history);
     oomkit_history_push(history, &record);

@@ -84,6 +84,20 @@ oomkit_call_leave(oomkit_call *call, int finished, PyObject *exception);
 void
 oomkit_call_free(oomkit_call *call);
 
+/* --- earlier.c --- */
+/* See oomkit_wiring. */
+int
+oomkit_earlier_make(oomkit_call *call, int result, PyObject **message, PyObject *error);
+/* Tells who keeps the call in which slices it has run, none of a whole one. 0 or -1. */
+int
+oomkit_earlier_note(const oomkit_call *call);
+/* Does this thread run earlier calls again? They were counted and recorded before. */
+int
+oomkit_earlier_runs(void);
+/* And is one whole, whatever is known by now? */
+int
+oomkit_earlier_was_whole(const oomkit_state *st);
+
 /* --- graph_capture.c --- */
 /* Is a graph captured on that device, a CUDA one? 1 and call->captured, 0, -1. */
 int

@@ -220,6 +220,9 @@ oomkit_recover_pass(oomkit_call *call, PyObject *exception)
                                          (PyTypeObject *)PyExc_KeyboardInterrupt);
 
     call->log.outcome = 2;
+    if (interrupted) {
+        oomkit_grads_allow_no_remaking(call); /* who interrupts does not wait for it */
+    }
     oomkit_exception_give(exception);
     if ((call->split || call->tries.ooms > 0 || interrupted) &&
         oomkit_update_committed(call) == 0) {

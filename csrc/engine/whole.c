@@ -207,8 +207,9 @@ engine_begin(oomkit_call *call)
         oomkit_savepoint_take(call) < 0) {
         return -1;
     }
-    if (call->step->seen_oom || call->options->accumulation_steps > 1 ||
-        st->forced_slices != NULL) {
+    if ((call->step->seen_oom || call->options->accumulation_steps > 1 ||
+         st->forced_slices != NULL) &&
+        !oomkit_earlier_was_whole(st)) {
         oomkit_call_cut(call);
         split = engine_plan(call);
         if (split < 0) {
@@ -314,7 +315,8 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         step->whole.without_backward |= !call->training;
         step->whole.without_update |= !oomkit_update_begun(call);
     }
-    if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward) {
+    if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward &&
+        !oomkit_earlier_runs()) {
         oomkit_call_cut(call);
         if (call->cut->slices == NULL) {
             oomkit_phase_whole(call);
@@ -365,6 +367,9 @@ engine_end(oomkit_call *call, PyObject *result)
         engine_learn(call, result, needs_backward);
     }
     if (finished && status == 0) {
+        status = oomkit_earlier_note(call);
+    }
+    if (finished && status == 0) {
         status = engine_returned(call, result, needs_backward);
     }
     if (status < 0) {
@@ -395,6 +400,9 @@ engine_recover(oomkit_call *call, int split)
 static uint64_t
 engine_count(oomkit_step *step)
 {
+    if (oomkit_earlier_runs()) {
+        return step->calls; /* it has been counted */
+    }
     step->calls++;
     return step->parent == NULL ? step->calls : ++step->parent->calls;
 }

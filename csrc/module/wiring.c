@@ -3,6 +3,7 @@
 #include "wiring.h"
 #include "../accum/accum.h"
 #include "../deferred/deferred.h"
+#include "../engine/engine.h"
 #include "../ladder/ladder.h"
 #include "../optim/optim.h"
 #include "../proof/proof.h"
@@ -52,6 +53,7 @@ static const oomkit_rule *const when_split[] = {
 static oomkit_wiring wiring = {.when_whole = when_whole,
                                .when_split = when_split,
                                .outside = &oomkit_backward_outside_calls,
+                               .gradients_are_gone = oomkit_earlier_make,
                                .step_of_object = oomkit_step_of_instance,
                                .make_step = oomkit_step_make};
 

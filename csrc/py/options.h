@@ -27,9 +27,11 @@ typedef struct oomkit_options {
     int global_weight;  /* counts over all ranks */
     PyObject *on_retry; /* owned: callable(record), or NULL */
     PyObject *sinks;    /* owned: tuple of callable(record), or NULL */
-    PyObject *label;    /* owned: str */
-    PyObject *dims;     /* owned: dict: argument name -> int, or NULL: dim everywhere */
-    int64_t dim;        /* with dims: of the results */
+    PyObject *window; /* owned: an adapter's, which can make gradients of earlier calls
+                         again (oomkit/_trainers/window.py), or NULL */
+    PyObject *label;  /* owned: str */
+    PyObject *dims;   /* owned: dict: argument name -> int, or NULL: dim everywhere */
+    int64_t dim;      /* with dims: of the results */
     int64_t accumulation_steps, min_micro_batch, multiple_of;
     oomkit_reduction reduction;
     int reduction_given; /* not the default */

@@ -35,6 +35,7 @@ static const char *const option_names[] = {
     "label",
     "reset_peaks",
     "phases",
+    "_window", /* of adapters alone */
     NULL,
 };
 
@@ -516,6 +517,7 @@ oomkit_options_parse(oomkit_state *st, PyObject *kwargs, oomkit_options *options
     options->reset_peaks = 1;
     options->phases = st->phases_wanted;
     options->verify = -1;
+    options->window = Py_XNewRef(option_get(kwargs, "_window"));
     if (oomkit_options_known(st, "auto_batch", kwargs, option_names) < 0 ||
         options_remember(kwargs, options) < 0 ||
         option_names_of(kwargs, "batch", &options->batch) < 0 ||
@@ -579,6 +581,7 @@ oomkit_options_clear(oomkit_options *options)
     Py_CLEAR(options->weight);
     Py_CLEAR(options->on_retry);
     Py_CLEAR(options->sinks);
+    Py_CLEAR(options->window);
     Py_CLEAR(options->label);
 }
 
@@ -592,5 +595,6 @@ oomkit_options_traverse(oomkit_options *options, visitproc visit, void *arg)
     Py_VISIT(options->weight);
     Py_VISIT(options->on_retry);
     Py_VISIT(options->sinks);
+    Py_VISIT(options->window);
     return 0;
 }

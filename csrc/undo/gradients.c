@@ -85,6 +85,51 @@ grads_copy(oomkit_call *call)
     return 0;
 }
 
+/* Is it, by the leaves that had one? 1, 0 or -1. */
+static int
+grads_ask_window(oomkit_call *call)
+{
+    OWNED PyObject *leaves = PyList_New(0), *answer = NULL;
+    Py_ssize_t i;
+
+    for (i = 0; leaves != NULL && i < call->parts->param_count; i++) {
+        if (call->grads.marks[i].grad != NULL &&
+            PyList_Append(leaves, call->parts->params[i]) < 0) {
+            return -1;
+        }
+    }
+    answer = leaves == NULL
+                 ? NULL
+                 : PyObject_CallMethod(call->options->window, "can_make", "O", leaves);
+    return answer == NULL ? -1 : PyObject_IsTrue(answer);
+}
+
+int
+oomkit_grads_can_be_remade(oomkit_call *call)
+{
+    oomkit_grads *g = &call->grads;
+
+    if (call->options->window == NULL || !g->marked || !g->at_entry) {
+        return 0;
+    }
+    if (g->remade == 0) {
+        const int answer = grads_ask_window(call);
+        if (answer < 0) {
+            return -1;
+        }
+        g->remade = answer ? 1 : -1;
+    }
+    return g->remade > 0;
+}
+
+/* Copies of what is there, unless it can be made again. 0 or -1. */
+static int
+grads_insure(oomkit_call *call)
+{
+    const int again = call->grads.force_copies ? 0 : oomkit_grads_can_be_remade(call);
+    return again < 0 ? -1 : again ? 0 : grads_copy(call);
+}
+
 /* At the first outermost backward of an attempt. 0 or -1. */
 int
 oomkit_grads_mark(oomkit_call *call)
@@ -109,7 +154,7 @@ oomkit_grads_mark(oomkit_call *call)
     if (g->at_entry && !g->eager && g->owed == OOMKIT_OWED_NOTHING &&
         !oomkit_proof_of_whole(call) &&
         (g->force_copies || oomkit_call_wants_copies(call))) {
-        return grads_copy(call);
+        return grads_insure(call);
     }
     /* Without copies what a micro-batch adds to the caller's gradients could not be
      * taken back: they stay out of a split call until its last backward. */

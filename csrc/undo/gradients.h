@@ -93,6 +93,38 @@ oomkit_grads_allow_owing(oomkit_call *call, int allowed)
     call->grads.may_owe = allowed;
 }
 
+/* Another attempt follows, or not: those that cannot go back may go, to be made again.
+ */
+static inline void
+oomkit_grads_allow_going(oomkit_call *call, int allowed)
+{
+    call->grads.may_go = allowed;
+}
+
+static inline void
+oomkit_grads_allow_no_remaking(oomkit_call *call)
+{
+    call->grads.remade = -1;
+}
+
+/* Have they gone? And there they are again. */
+static inline int
+oomkit_grads_gone(const oomkit_call *call)
+{
+    return call->grads.gone;
+}
+
+static inline void
+oomkit_grads_are_back(oomkit_call *call)
+{
+    call->grads.gone = 0;
+}
+
+/* gradients.c: can the window of the call (a private option) make the gradients again
+ * that were there at its marks? 1, 0 or -1. */
+int
+oomkit_grads_can_be_remade(oomkit_call *call);
+
 /* None may be set aside in this call. */
 static inline void
 oomkit_grads_allow_no_aside(oomkit_call *call)

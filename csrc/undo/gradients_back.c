@@ -184,28 +184,12 @@ grads_stuck(const oomkit_call *call, const uint8_t *states, int aside)
     return -1;
 }
 
-/* 0 every gradient is as at the marks (or set aside); 1 refused: *why and *which (owned
- * parameter) tell; -1 error. Nothing is changed when it refuses. */
-int
-oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
+/* How each gradient differs from the marks. 0 or -1. */
+static int
+grads_compare(oomkit_call *call, uint8_t *states, uint32_t *steps)
 {
     Py_ssize_t i, n = call->parts->param_count;
-    OWNED_MEMORY uint8_t *states = NULL;
-    OWNED_MEMORY uint32_t *steps = NULL;
-    int aside, result = 0;
 
-    if (grads_bring_out(call) < 0) {
-        return -1;
-    }
-    if (!call->grads.marked) {
-        return 0;
-    }
-    states = PyMem_Calloc((size_t)n + 1, sizeof(*states));
-    steps = PyMem_Calloc((size_t)n + 1, sizeof(*steps));
-    if (states == NULL || steps == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
     if (oomkit_grads_marks_compare(call, call->grads.marks, states, steps) < 0) {
         return -1;
     }
@@ -223,6 +207,62 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
                 states[i] = OOMKIT_GRAD_MOVED;
             }
         }
+    }
+    return 0;
+}
+
+/* What cannot go back goes, and all else with it: it is made again from nothing. Not
+ * where the step has cleared some itself. 1 done, 0 or -1. */
+static int
+grads_go(oomkit_call *call, const uint8_t *states)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+
+    if (!call->grads.may_go || grads_stuck(call, states, 0) < 0) {
+        return 0;
+    }
+    for (i = 0; i < n; i++) {
+        if (states[i] == OOMKIT_GRAD_GONE) {
+            return 0;
+        }
+    }
+    call->grads.gone = 1;
+    for (i = 0; i < n; i++) {
+        if (grads_set(call, i, Py_None) < 0) {
+            return -1;
+        }
+    }
+    return 1;
+}
+
+/* 0 every gradient is as at the marks (or set aside); 1 refused: *why and *which (owned
+ * parameter) tell; -1 error. Nothing is changed when it refuses. */
+int
+oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
+{
+    Py_ssize_t i, n = call->parts->param_count;
+    OWNED_MEMORY uint8_t *states = NULL;
+    OWNED_MEMORY uint32_t *steps = NULL;
+    int aside, result = 0;
+
+    if (grads_bring_out(call) < 0) {
+        return -1;
+    }
+    if (!call->grads.marked || call->grads.gone) {
+        return 0;
+    }
+    states = PyMem_Calloc((size_t)n + 1, sizeof(*states));
+    steps = PyMem_Calloc((size_t)n + 1, sizeof(*steps));
+    if (states == NULL || steps == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (grads_compare(call, states, steps) < 0) {
+        return -1;
+    }
+    result = grads_go(call, states);
+    if (result != 0) {
+        return result < 0 ? -1 : 0;
     }
     aside = call->grads.at_entry ? grads_may_set_aside(call, states, steps) : 0;
     i = grads_stuck(call, states, aside);

@@ -1,6 +1,7 @@
 /* Rolling a call back so that it is rolled back: an error that comes between (a refused
  * allocation, an interrupt, an exception out of code of the user's that runs here) does
  * not leave it half done. Everything in oomkit_savepoint_restore can be done again. */
+#include "gradients.h"
 #include "undo.h"
 #include "../optim/updating.h"
 #include "../plain/plain_state.h"
@@ -132,10 +133,19 @@ oomkit_take_back(oomkit_call *call, PyObject **message)
 {
     take_back it = {call, message};
     PyObject *error; /* owned */
-    int result = oomkit_insist(call->st, take_back_once, &it, &error);
+    int result = oomkit_grads_can_be_remade(call);
 
     if (result < 0) {
+        PyErr_WriteUnraisable(call->given.func); /* going back is what matters */
+    }
+    oomkit_grads_allow_going(call, result > 0);
+    result = oomkit_insist(call->st, take_back_once, &it, &error);
+    oomkit_grads_allow_going(call, 0);
+    if (result < 0) {
         return take_back_failed(call, error);
+    }
+    if (oomkit_grads_gone(call)) {
+        result = call->st->wiring->gradients_are_gone(call, result, message, error);
     }
     if (error == NULL) {
         return result;

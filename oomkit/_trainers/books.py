@@ -164,6 +164,17 @@ class Books:
         state.restore(self._trainer())
         del self._parts[parts:]
 
+    # --- around calls that are made again ---
+
+    def all(self) -> tuple[PlainState, list[_Part]]:
+        """What back_to() puts back, with what has been noted."""
+        return PlainState(self._trainer()), list(self._parts)
+
+    def back_to(self, saved: tuple[PlainState, list[_Part]]) -> None:
+        """Everything as it was when `saved` was made."""
+        state, self._parts = saved[0], list(saved[1])
+        state.restore(self._trainer())
+
     # --- around each micro-batch, and around the call ---
 
     def note(self, inputs: Any, run: Callable[[], Any]) -> Any:

@@ -16,8 +16,9 @@ from .. import _C, sizes
 from .books import Books, completion_tokens, family
 from .placed import Placed, placed_in
 from .rows import Pairs, Whole, shapes, together, whole_because
+from .window import Window
 
-__all__ = ["Call", "calls_of", "own"]
+__all__ = ["Call", "calls_of", "copied", "own"]
 
 _PAIRED = ("DPOTrainer", "RewardTrainer")
 _ONLINE = ("GRPOTrainer", "RLOOTrainer")
@@ -34,12 +35,18 @@ def own(trainer: Any, name: str) -> Callable[..., Any]:
         name: of the method.
     """
     there = vars(trainer).get(name)
-    if isinstance(there, Call):
+    if isinstance(there, Placed):
         return there.method
     if there is not None:
         return lambda _trainer, *args, **kwargs: there(*args, **kwargs)
     found: Callable[..., Any] = getattr(type(trainer), name)
     return found
+
+
+def copied(inputs: Any) -> Any:
+    """A batch of the same tensors, of which a method may take something out."""
+    made = getattr(inputs, "copy", None) if isinstance(inputs, (Mapping, list)) else None
+    return inputs if made is None else made()
 
 
 def _cancels(trainer: Any, family: str | None, method: Any, name: str) -> bool:
@@ -174,10 +181,24 @@ class Call(Placed):
             "static": ("more",),
         }
         self._begin = begin
+        self.window = Window(trainer, books) if self._makes_again(given) else None
+        if self.window is not None:
+            self._options["_window"] = self.window
         self.seen: Any = None  # the trainer's state of this training
         self._runs = self._silent = 0  # of the trainer's method in a call; see _SILENT
         self._past: tuple[_C.StepRecord, ...] = ()
         self._renew(trainer)
+
+    def _makes_again(self, given: tuple[Any, ...]) -> bool:
+        """Whether gradients of earlier calls are made again where they cannot go back.
+
+        Args:
+            given: the user's own participants, which could not be put back to those calls.
+        """
+        copies = self._options.get("gradient_safety", "auto") == "copy"
+        streams = self._options.get("rng", "torch") != "none"
+        learns = self._name in ("training_step", "compute_loss")
+        return learns and streams and not copies and not given
 
     def _renew(self, trainer: Any) -> None:
         """Steps of which nothing is known."""
@@ -190,6 +211,8 @@ class Call(Placed):
     def begins(self, trainer: Any) -> None:
         """A training begins: of another model nothing is proven, though sizes may be the same."""
         self.seen = trainer.state
+        if self.window is not None:
+            self.window.close()
         if self._model is not None and self._model() is trainer.model:
             return
         known = self.sizes()
@@ -245,17 +268,44 @@ class Call(Placed):
                 self._evaluated = self._make("evaluated_loss", evaluates=True)
             step = self._evaluated
             more, arguments = {**more, **arguments}, {}
+        if self.window is not None and self.window.making:  # by a step that is run again
+            part = Whole(inputs) if because else Pairs(inputs) if paired else inputs
+            again = self._whole if because else step
+            return again(self, trainer, model, part, more=more, **arguments)
         if because is not None:
             return self._in_one(trainer, because, model, inputs, {"more": more, **arguments})
         if paired:
             inputs = Pairs(inputs)
         self.books.begin()
         self._runs = 0
-        result = step(self, trainer, model, inputs, more=more, **arguments)
+        result = self._call(step, trainer, model, inputs, {"more": more, **arguments})
         self.books.end(result)
         if self._runs > 1 and step is self.step and self.is_training:
             self._count_silent(result)
         return together(result, -1) if paired else result
+
+    def _call(self, step: Any, trainer: Any, model: Any, inputs: Any, named: dict[str, Any]) -> Any:
+        """The protected step, kept in the window while that is not closed."""
+        window = self.window if step is not self._evaluated else None
+        if window is None:
+            return step(self, trainer, model, inputs, **named)
+        kept = copied(inputs)
+
+        def again() -> Any:
+            return step(self, trainer, model, copied(kept), **named)
+
+        if self._name == "training_step":
+            window.begin(again)
+        else:
+            window.begin_inside(kept)
+        try:
+            result = step(self, trainer, model, inputs, **named)
+        except BaseException:
+            window.close()
+            raise
+        if self._name == "training_step":
+            window.end(result)
+        return result
 
     def _count_silent(self, result: Any) -> None:
         """SplitError or a warning where losses of several split calls could prove nothing.
@@ -291,7 +341,7 @@ class Call(Placed):
             self._whole = _C.auto_batch(function, **options)
         self.books.begin()
         try:
-            result = self._whole(self, trainer, model, Whole(inputs), **named)
+            result = self._call(self._whole, trainer, model, Whole(inputs), named)
         except _C.OutOfMemory as error:
             text = f"{error.args[0]}\nThe batch was kept whole, for {because}: {shapes(inputs)}"
             error.args = (text,)

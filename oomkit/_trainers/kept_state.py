@@ -53,6 +53,13 @@ def sizes_class() -> Any:
             self._trainer = weakref.ref(trainer)
             return self
 
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Of an update whose calls have not all come, nothing is kept."""
+            trainer = None if self._trainer is None else self._trainer()
+            for call in [] if trainer is None else calls_of(trainer):
+                if call.window is not None:
+                    call.window.close()
+
         def state(self) -> dict[str, Any]:
             trainer = None if self._trainer is None else self._trainer()
             if trainer is not None:

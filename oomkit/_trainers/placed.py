@@ -23,6 +23,8 @@ class Placed:
         name: of the method.
     """
 
+    method: Callable[..., Any]  # the object's own, to be called with the object first
+
     def __init__(self, owner: Any, name: str) -> None:
         self._owner: Callable[[], Any] = weakref.ref(owner)
         self._name = name

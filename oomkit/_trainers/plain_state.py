@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -73,12 +73,16 @@ class PlainState:
 
     Args:
         owner: whose dictionary is read.
+        but: names that are left alone.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, but: Collection[str] = ()) -> None:
         self._values: dict[str, Any] = {}
         self._backs: list[_Back] = []
+        self._but = but
         for name, value in vars(owner).items():
+            if name in but:
+                continue
             if type(value) in _PLAIN:
                 self._values[name] = value
             elif _is_kept(value):
@@ -93,6 +97,8 @@ class PlainState:
         """
         there = vars(owner)
         for name, value in list(there.items()):
+            if name in self._but:
+                continue
             if name not in self._values and (type(value) in _PLAIN or _is_kept(value)):
                 del there[name]
         there.update(self._values)

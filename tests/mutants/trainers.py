@@ -152,9 +152,53 @@ TRAINERS = [
         "oomkit/_trainers/calls.py",
         "else inputs\n        result = self.books",
         "else {**inputs, 'input_ids': inputs['input_ids'].clone()}\n        result = self.books",
+        ("trainers/test_hf_sweep.py::test_a_call_that_is_made_again_has_no_copies_of_inputs",),
+    ),
+    Mutant(
+        "earlier-calls-with-other-numbers",
+        "earlier calls that are made again draw the random numbers that they drew",
+        "oomkit/_trainers/window.py",
+        "    kept.streams.restore()\n",
+        "",
         (
-            "trainers/test_hf_sweep.py::test_a_call_that_is_made_again_has_no_copies_of_inputs_or_gradients",
+            "trainers/test_hf_window.py::test_an_error_in_the_backward_of_a_later_call"
+            "[3-once-training_step]",
         ),
+    ),
+    Mutant(
+        "earlier-gradients-not-cleared",
+        "gradients of earlier calls are made again from nothing",
+        "csrc/undo/gradients_back.c",
+        "    call->grads.gone = 1;\n    for (i = 0; i < n; i++) {",
+        "    call->grads.gone = 1;\n    for (i = n; i < n; i++) {",
+        (
+            "trainers/test_hf_window.py::test_an_error_in_the_backward_of_a_later_call"
+            "[3-once-training_step]",
+        ),
+    ),
+    Mutant(
+        "earlier-calls-with-later-buffers",
+        "earlier calls that are made again find the buffers of the first one",
+        "oomkit/_trainers/window.py",
+        "            _C.exempt(values.restore)\n",
+        "",
+        ("trainers/test_hf_window.py::test_buffers_that_training_moves_go_back_to_the_first_call",),
+    ),
+    Mutant(
+        "earlier-calls-booked-twice",
+        "earlier calls that are made again note nothing again",
+        "oomkit/_trainers/window.py",
+        "        self._books.back_to(self._saved)\n",
+        "",
+        ("trainers/test_hf_window.py::test_backwards_of_trl[sft]",),
+    ),
+    Mutant(
+        "gradients-of-others-made-again",
+        "what others do to gradients between the calls of an update is not lost",
+        "oomkit/_trainers/window.py",
+        "            self._sound = self._gradients() == self._marks and all(",
+        "            self._sound = all(",
+        ("trainers/test_hf_window.py::test_what_others_do_between_the_calls_is_not_lost[scaled]",),
     ),
     Mutant(
         "pictures-cut-by-rows",

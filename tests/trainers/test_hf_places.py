@@ -16,6 +16,7 @@ from runs import SINGLE, differences
 from test_trl_sweep import dpo, kto, online, reward, sft
 
 import oomkit
+from oomkit._trainers.calls import Call
 from oomkit.transformers import protect, records, unprotect
 
 pytestmark = [
@@ -46,8 +47,11 @@ METHODS = {"training_step", "compute_loss", "prediction_step"}
 def test_the_place_in_each_trainer(name: str) -> None:
     made = REAL[name]()
     assert type(made).__name__ == name
-    places = {"compute_loss"} if name in GENERATES else {"training_step", "prediction_step"}
-    assert METHODS & vars(protect(made)).keys() == places
+    place = "compute_loss" if name in GENERATES else "prediction_step"
+    assert METHODS & vars(protect(made)).keys() == {"training_step", place}
+    loss = isinstance(vars(made).get("compute_loss"), Call)
+    assert loss == (name in GENERATES)
+    assert isinstance(vars(made)["training_step"], Call) != loss  # around a loss: Around
     assert not METHODS & vars(unprotect(made)).keys()
 
 

@@ -149,7 +149,7 @@ def test_while_it_trains() -> None:
     [
         (hf.Trainer, {"training_step", "prediction_step"}),
         (OwnStep, {"compute_loss", "prediction_step"}),
-        (OwnInputs, {"compute_loss"}),
+        (OwnInputs, {"compute_loss", "training_step"}),  # around it: the calls of an update
     ],
 )
 def test_the_place_is_found(kind: Any, names: set[str]) -> None:
