@@ -407,8 +407,8 @@ oomkit_replay_end(oomkit_call *call, const oomkit_deferred *p, int finished)
     if (p != NULL) {
         replay_record(call, p);
     }
-    if (p != NULL && finished && call->cut->slices != NULL &&
-        oomkit_earlier_note(call) < 0) {
+    if (p != NULL && finished && call->options->window != NULL &&
+        call->cut->slices != NULL && oomkit_earlier_note(call) < 0) {
         PyErr_WriteUnraisable(call->given.func); /* the gradients are there */
     }
     call->step->seen_oom |= call->tries.ooms > 0;

@@ -80,7 +80,7 @@ oomkit_call_recorded(oomkit_call *call)
     const oomkit_phases *phases = NULL;
     oomkit_record record;
 
-    if (oomkit_earlier_runs()) { /* its record is there */
+    if (oomkit_earlier_runs(call->options)) { /* its record is there */
         call->log.record = UINT64_MAX;
         return;
     }

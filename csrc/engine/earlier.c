@@ -13,7 +13,7 @@
 static _Thread_local int running;
 
 int
-oomkit_earlier_runs(void)
+oomkit_earlier_are_running(void)
 {
     return running > 0;
 }
@@ -27,14 +27,11 @@ oomkit_earlier_was_whole(const oomkit_state *st)
 int
 oomkit_earlier_note(const oomkit_call *call)
 {
+    OWNED PyObject *lengths = NULL, *done = NULL;
     const int64_t count =
         oomkit_call_is_cut(call) && call->split ? call->cut->count : 0;
-    OWNED PyObject *lengths = NULL, *done = NULL;
     int64_t i;
 
-    if (call->options->window == NULL) {
-        return 0;
-    }
     lengths = PyTuple_New((Py_ssize_t)count);
     for (i = 0; lengths != NULL && i < count; i++) {
         PyObject *length = PyLong_FromLongLong(call->cut->slices[i].length);

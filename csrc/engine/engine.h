@@ -91,9 +91,14 @@ oomkit_earlier_make(oomkit_call *call, int result, PyObject **message, PyObject 
 /* Tells who keeps the call in which slices it has run, none of a whole one. 0 or -1. */
 int
 oomkit_earlier_note(const oomkit_call *call);
-/* Does this thread run earlier calls again? They were counted and recorded before. */
 int
-oomkit_earlier_runs(void);
+oomkit_earlier_are_running(void);
+/* Is this one that runs again? Then it was counted and recorded before. */
+static inline int
+oomkit_earlier_runs(const oomkit_options *options)
+{
+    return options->window != NULL && oomkit_earlier_are_running();
+}
 /* And is one whole, whatever is known by now? */
 int
 oomkit_earlier_was_whole(const oomkit_state *st);

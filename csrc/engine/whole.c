@@ -316,7 +316,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         step->whole.without_update |= !oomkit_update_begun(call);
     }
     if ((call->shape.known || step->seen_oom) && largest > 0 && !needs_backward &&
-        !oomkit_earlier_runs()) {
+        !oomkit_earlier_runs(call->options)) {
         oomkit_call_cut(call);
         if (call->cut->slices == NULL) {
             oomkit_phase_whole(call);
@@ -366,7 +366,7 @@ engine_end(oomkit_call *call, PyObject *result)
     if (finished) {
         engine_learn(call, result, needs_backward);
     }
-    if (finished && status == 0) {
+    if (finished && status == 0 && call->options->window != NULL) {
         status = oomkit_earlier_note(call);
     }
     if (finished && status == 0) {
@@ -400,7 +400,7 @@ engine_recover(oomkit_call *call, int split)
 static uint64_t
 engine_count(oomkit_step *step)
 {
-    if (oomkit_earlier_runs()) {
+    if (oomkit_earlier_runs(&step->options)) {
         return step->calls; /* it has been counted */
     }
     step->calls++;

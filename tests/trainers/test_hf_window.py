@@ -396,3 +396,24 @@ def test_backwards_of_classes_with_dropout() -> None:
 
     seen = sweep(make, "training_step", 3, exact=False, times=(1, 2), phase="backward")
     assert seen["again"] and seen["smaller"], seen
+
+
+def test_an_error_of_the_users_own_leaves_the_gradients_as_they_were() -> None:
+    made, calls = dropping(), itertools.count(1)
+    protect(made, accumulation_steps=2)
+    inner, begun = made.training_step, []
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        begun.append([None if p.grad is None else p.grad.clone() for p in made.model.parameters()])
+        return inner(*args, **kwargs)
+
+    def look(*_: Any) -> None:
+        if len(begun) == 3 and next(calls) == 2:  # in the second half of the third call
+            raise ValueError("mine")
+
+    made.training_step = training_step
+    made.model.register_forward_pre_hook(look)
+    with pytest.raises(ValueError, match="mine"):
+        made.train()
+    for before, each in zip(begun[-1], made.model.parameters(), strict=True):
+        assert before is not None and torch.equal(before, each.grad)
