@@ -372,6 +372,7 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
         proven_hashes_clear(found);
         found->missed = found->unseen = 0;
         found->hooks_of_micro = 0;
+        found->pieces = 0;
         found->calls = 1;
     }
     found->key = call->shape.proof_key;
@@ -380,6 +381,7 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     found->call = call->log.number;
     found->level = (uint8_t)level;
     found->labels = labels > 0;
+    found->pieces = call->cut->count > found->pieces ? call->cut->count : found->pieces;
     if (sequence != 0) { /* 0: nothing but losses were compared */
         found->sequences[found->sequence_next++ % OOMKIT_SEQUENCES] = sequence;
     }
@@ -579,10 +581,14 @@ known_unsettled(oomkit_call *call, const oomkit_proven *found)
 }
 
 /* What was shown is looked at again with other data, ever more seldom: in calls 2, 4,
- * 8, ... */
+ * 8, ...; and where micro-batches are smaller than they were there. */
 static int
 known_is_due(const oomkit_call *call, oomkit_proven *found)
 {
+    if (call->cut->count > found->pieces) {
+        found->pieces = call->cut->count;
+        return 1;
+    }
     if (found->call == call->log.number) {
         return 0; /* an attempt before has asked */
     }

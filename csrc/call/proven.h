@@ -50,6 +50,7 @@ typedef struct oomkit_proven {
     uint64_t sequences[OOMKIT_SEQUENCES]; /* that were proven, 0 for none */
     uint64_t calls;                       /* since then, and that one */
     uint64_t call;                        /* the last of them that was counted */
+    int64_t pieces; /* micro-batches of a call, the most whose losses were compared */
     uint8_t missed; /* how often losses were to be compared and could not be */
     uint8_t level;
     uint8_t sequence_next;

@@ -7,8 +7,10 @@
 #include "../sizes/sizes.h"
 
 #define FEW 5 /* rows that say little about a batch: more are tried if they may fit */
-#define CHANCE 32 /* rows of which parts may agree by chance */
-#define APART 3   /* places at which weights are told apart, at most */
+#define CHANCE 32      /* rows of which parts may agree by chance */
+#define APART 3        /* places at which weights are told apart, at most */
+#define HALVES 7       /* wholes whose halves are compared: of 8 micro-batches all */
+#define HALVES_AGAIN 3 /* ... a few calls later */
 
 /* --- what comes of it --- */
 
@@ -669,38 +671,80 @@ proof_again(oomkit_proof *p, int cut)
     return 1;
 }
 
+/* Two halves of the call's own micro-batches do not make their whole, as `text` (owned,
+ * taken) and p->rules say of their losses: gradients decide if all of them fit. As
+ * proof_settle(). */
+static int
+proof_of_halves(oomkit_proof *p, PyObject *text)
+{
+    const int anchored = p->anchored;
+    int result;
+
+    p->anchored = 1;
+    p->on_host = p->call->tries.ooms > 0;
+    result = proof_full(p);
+    p->on_host = 0;
+    if (result < 0 && p->call->tries.restart == 0 &&
+        oomkit_exception_is_oom(p->call->st)) {
+        p->weakly = 1;
+        result = proof_forgive(p) < 0 ? -1 : proof_settle(p, Py_NewRef(text));
+    }
+    p->anchored = anchored;
+    Py_DECREF(text);
+    return result;
+}
+
+/* What was shown of some rows may be so by chance: a loss that is divided by how many
+ * rows count (positives, a mask that the step makes) is that of its parts wherever as
+ * many count in each. Where the losses of halves make those of the whole, down to the
+ * micro-batches, it is so in this call. At most `most` wholes are looked at, again from
+ * the first one where one of them leads to other weights. As proof_settle(), which has
+ * said `result`. */
+static int
+proof_halves(oomkit_proof *p, int result, int most)
+{
+    const oomkit_proof was = *p;
+    int i, others = 0;
+
+    for (i = 0; result > 0 && !p->own && i < most; i++) {
+        const PyObject *rule = p->rule; /* borrowed, only compared */
+        PyObject *equal, *text, *rules; /* borrowed from verdict */
+        OWNED PyObject *verdict = NULL;
+        if (!oomkit_proof_rows_halves(p, i)) {
+            continue;
+        }
+        verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
+        if (verdict == NULL) {
+            return -1;
+        }
+        if (verdict == Py_None) { /* nothing to compare, or it does not fit */
+            continue;
+        }
+        if (!PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules)) {
+            return -1;
+        }
+        if (equal != Py_False) {
+            continue;
+        }
+        Py_XSETREF(p->rules, Py_NewRef(rules));
+        if (others++ == APART) {
+            return proof_unsettled(p, Py_NewRef(text));
+        }
+        result = proof_of_halves(p, Py_NewRef(text));
+        i = p->rule == rule ? i : -1;
+    }
+    p->start = was.start;
+    p->length = was.length;
+    p->first = was.first;
+    return result;
+}
+
 /* The step cannot work on any part of a micro-batch, but on two of them. */
 static int
 proof_no_parts(oomkit_proof *p)
 {
     oomkit_error_dismiss(); /* what a part raised says nothing about micro-batches */
     return proof_weak(p);
-}
-
-/* Who judges. 0 or -1. */
-static int
-proof_judge(oomkit_proof *p)
-{
-    oomkit_call *call = p->call;
-    Py_ssize_t i, n = call->parts->param_count;
-    OWNED PyObject *params = PyList_New(n), *entry = NULL;
-    oomkit_proven *known = oomkit_proven_find(call);
-
-    for (i = 0; params != NULL && i < n; i++) {
-        PyList_SET_ITEM(params, i, Py_NewRef(call->parts->params[i]));
-    }
-    entry = params == NULL ? NULL : oomkit_proof_gradients_values(p);
-    if (entry != NULL) {
-        p->judge = PyObject_CallFunction(
-            call->st->proof, "OOOOO", call->options->label,
-            call->parts->roots == NULL ? Py_None : call->parts->roots, params, entry,
-            known == NULL || known->tried == NULL ? Py_None : known->tried);
-    }
-    if (known != NULL) {
-        p->rule = Py_XNewRef(known->rule);
-    }
-    p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
-    return p->quieted == NULL ? -1 : 0;
 }
 
 /* A leaf of the batch has moved: it cannot be run again. 1, 0 or -1. */
@@ -716,44 +760,22 @@ proof_batch_moved(const oomkit_call *call)
     return moved;
 }
 
-/* What was shown of numbers in the results stays with the site. 0 or -1. */
-static int
-proof_figures(oomkit_proof *p)
-{
-    oomkit_result_site *site = &p->call->step->results;
-    OWNED PyObject *figures = NULL;
-
-    if (site->figures == NULL && (site->figures = PyDict_New()) == NULL) {
-        return -1;
-    }
-    figures = PyObject_CallMethod(p->judge, "all_figures", "O", site->figures);
-    return figures == NULL ? -1 : PyDict_Update(site->figures, figures);
-}
-
-/* Gradients that are all 0, or not finite, are the same whatever they are made of:
- * nothing was shown of the next batch. 0 or -1. */
-static int
-proof_judge_level(oomkit_proof *p)
-{
-    OWNED PyObject *decides = PyObject_GetAttrString(p->judge, "decides");
-
-    if (decides == Py_False && p->level == OOMKIT_PROVEN_FULLY) {
-        p->level = OOMKIT_PROVEN_HERE;
-    }
-    return decides == NULL ? -1 : 0;
-}
-
 /* All runs of it. As proof_settle(). */
 static int
 prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
 {
-    int result = oomkit_proof_aside(p) < 0 || proof_judge(p) < 0 ? -1
-                 : pair                                          ? proof_pair(p)
+    int result = oomkit_proof_aside(p) < 0 || oomkit_proof_judge(p) < 0 ? -1
+                 : pair                                                 ? proof_pair(p)
                  : wanted == OOMKIT_PROOF_LOSSES ? proof_again(p, cut)
                                                  : proof_telling(p, proof_best(p, cut));
 
     if (result < 0 && p->no_parts) {
         result = proof_no_parts(p);
+    }
+    if (!pair && (wanted != OOMKIT_PROOF_LOSSES ||
+                  p->call->options->verify != OOMKIT_VERIFY_WARN)) {
+        result = proof_halves(p, result,
+                              wanted == OOMKIT_PROOF_LOSSES ? HALVES_AGAIN : HALVES);
     }
     return result >= 0 && oomkit_ranks_proof_ends(p->call) < 0 ? -1 : result;
 }
@@ -765,7 +787,7 @@ prove_note(oomkit_proof *p, oomkit_slice own)
 {
     oomkit_call *call = p->call;
 
-    if (proof_judge_level(p) < 0 || proof_figures(p) < 0) {
+    if (oomkit_proof_judge_level(p) < 0 || oomkit_proof_figures(p) < 0) {
         return -1;
     }
     if (p->sequence != 0 || p->level == OOMKIT_PROVEN_WEAKLY) {

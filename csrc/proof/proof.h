@@ -97,6 +97,11 @@ oomkit_proof_rows_largest(oomkit_proof *p);
 void
 oomkit_proof_rows_two(oomkit_proof *p);
 
+/* Halves of the call's own micro-batches: number 0 of all, 1 and 2 of each half, 3 to 6
+ * of each quarter. 1, or 0 where there are not two. */
+int
+oomkit_proof_rows_halves(oomkit_proof *p, int number);
+
 /* So many rows where their labels differ, if anywhere. 0 or -1. */
 int
 oomkit_proof_rows_varied(oomkit_proof *p);
@@ -129,6 +134,19 @@ oomkit_proof_compare_own(oomkit_proof *p, PyObject **text);
 /* Was that the step's own error, which another size may not raise? */
 int
 oomkit_proof_own_error(const oomkit_call *call);
+
+/* --- judge.c: 0 or -1 --- */
+
+/* Who judges. */
+int
+oomkit_proof_judge(oomkit_proof *p);
+/* What was shown of numbers in the results stays with the site. */
+int
+oomkit_proof_figures(oomkit_proof *p);
+/* Gradients that are all 0, or not finite, are the same whatever they are made of:
+ * nothing was shown of the next batch. */
+int
+oomkit_proof_judge_level(oomkit_proof *p);
 
 /* --- without_graph.c --- */
 

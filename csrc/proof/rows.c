@@ -70,6 +70,34 @@ oomkit_proof_rows_two(oomkit_proof *p)
 }
 
 int
+oomkit_proof_rows_halves(oomkit_proof *p, int number)
+{
+    const oomkit_slice *slices = p->cut.slices;
+    int64_t from = 0, to = p->cut.count, middle;
+    int bit = 1;
+
+    while (bit <= (number + 1) / 2) {
+        bit *= 2;
+    }
+    while ((bit /= 2) > 0) {
+        middle = (from + to + 1) / 2;
+        if ((number + 1) & bit) {
+            from = middle;
+        } else {
+            to = middle;
+        }
+    }
+    if (to - from < 2) {
+        return 0;
+    }
+    middle = (from + to + 1) / 2;
+    p->start = slices[from].start;
+    p->first = slices[middle].start - p->start;
+    p->length = slices[to - 1].start + slices[to - 1].length - p->start;
+    return 1;
+}
+
+int
 oomkit_proof_rows_varied(oomkit_proof *p)
 {
     OWNED PyObject *leaves = NULL, *slices = NULL, *start = NULL;

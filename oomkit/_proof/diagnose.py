@@ -161,6 +161,9 @@ class Verification:
             pair = _shares(first[group], second[group], is_sum)
             made = _times(pair[0], one) + _times(pair[1], two)
             scale = max(abs(whole), abs(_times(pair[0], one)), abs(_times(pair[1], two)))
+            if math.isfinite(whole) and math.isnan(made):  # one part is a mean over nothing
+                seen.append((math.inf, limit, ""))
+                continue
             difference = abs(whole - made) / scale if scale > 0 else math.nan
             if not math.isfinite(difference) or (
                 difference > limit and abs(whole - made) <= limit * _CANCELS

@@ -1,0 +1,54 @@
+/* Who judges a proof, and what of it stays. */
+#include "proof.h"
+#include "../accum/accum.h"
+#include "../call/call.h"
+#include "../call/step.h"
+
+int
+oomkit_proof_judge(oomkit_proof *p)
+{
+    oomkit_call *call = p->call;
+    Py_ssize_t i, n = call->parts->param_count;
+    OWNED PyObject *params = PyList_New(n), *entry = NULL;
+    oomkit_proven *known = oomkit_proven_find(call);
+
+    for (i = 0; params != NULL && i < n; i++) {
+        PyList_SET_ITEM(params, i, Py_NewRef(call->parts->params[i]));
+    }
+    entry = params == NULL ? NULL : oomkit_proof_gradients_values(p);
+    if (entry != NULL) {
+        p->judge = PyObject_CallFunction(
+            call->st->proof, "OOOOO", call->options->label,
+            call->parts->roots == NULL ? Py_None : call->parts->roots, params, entry,
+            known == NULL || known->tried == NULL ? Py_None : known->tried);
+    }
+    if (known != NULL) {
+        p->rule = Py_XNewRef(known->rule);
+    }
+    p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
+    return p->quieted == NULL ? -1 : 0;
+}
+
+int
+oomkit_proof_figures(oomkit_proof *p)
+{
+    oomkit_result_site *site = &p->call->step->results;
+    OWNED PyObject *figures = NULL;
+
+    if (site->figures == NULL && (site->figures = PyDict_New()) == NULL) {
+        return -1;
+    }
+    figures = PyObject_CallMethod(p->judge, "all_figures", "O", site->figures);
+    return figures == NULL ? -1 : PyDict_Update(site->figures, figures);
+}
+
+int
+oomkit_proof_judge_level(oomkit_proof *p)
+{
+    OWNED PyObject *decides = PyObject_GetAttrString(p->judge, "decides");
+
+    if (decides == Py_False && p->level == OOMKIT_PROVEN_FULLY) {
+        p->level = OOMKIT_PROVEN_HERE;
+    }
+    return decides == NULL ? -1 : 0;
+}

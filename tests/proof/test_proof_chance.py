@@ -1,0 +1,108 @@
+"""Losses that are divided by how many rows count: parts in which as many count agree by chance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.seen import Seen
+from torch import nn
+
+import oomkit
+from oomkit.testing import inject_oom
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _each(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
+def _mean(each: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return (each * counts).sum() / counts.sum().clamp(min=1)
+
+
+LOSSES: dict[str, Loss] = {
+    "positives": lambda out, x, y: F.cross_entropy(out[y > 0], y[y > 0]),
+    "rows of an input": lambda out, x, y: F.cross_entropy(out[x[:, 0] > 0], y[x[:, 0] > 0]),
+    "a mask of an input": lambda out, x, y: _mean(out[:, 0], x[:, 0] > 0),
+    "over one class": lambda out, x, y: _each(out, y).sum() / (y == 1).sum().clamp(min=1),
+    "but one class": lambda out, x, y: _mean(_each(out, y), y != 2),
+    "each class": lambda out, x, y: sum(_mean(_each(out, y), y == c) for c in range(4)),  # type: ignore[return-value]
+    "hard rows": lambda out, x, y: _mean(_each(out, y), _each(out, y).detach() > 1.4),
+}
+
+
+def _is_wrong(loss: Loss, seed: int, trains: bool) -> bool:
+    """Whether a call that is split for the first time gives another loss or gradients."""
+    print("seed", seed)
+    torch.manual_seed(seed)
+    order = random.Random(seed)
+    rows, model = order.choice([6, 8, 12, 16]), nn.Linear(6, 4)
+    x, y = torch.randn(rows, 6), torch.randint(4, (rows,))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        value = loss(model(x), x, y)
+        if trains:
+            value.backward()
+        return value.detach()
+
+    def gradients() -> list[torch.Tensor]:
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return found
+
+    wanted = [step(x, y), *gradients()]
+    steps = order.choice([None, 2, 4])
+    decorated = oomkit.auto_batch(step, model=model, accumulation_steps=steps or 1)
+    phase = order.choice(["forward", "backward"]) if trains else "forward"
+    try:
+        with torch.set_grad_enabled(trains), inject_oom(nth=order.choice([1, 2]), phase=phase):
+            made = [decorated(x, y), *gradients()]
+    except (oomkit.SplitError, oomkit.OutOfMemory):
+        return False
+    return not all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(wanted, made, strict=True)
+    )
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_agrees_by_chance_in_some_rows_is_not_shown_by_them(loss: str, trains: bool) -> None:
+    assert not [seed for seed in range(40) if _is_wrong(LOSSES[loss], seed, trains)]
+
+
+def test_weights_that_fit_two_micro_batches_have_to_fit_all() -> None:
+    """Of each two neighbours one alone counts: a sum, for them."""
+    model = nn.Linear(3, 1)
+    counts = torch.tensor([1.0, -1.0] * 4)
+
+    @oomkit.auto_batch(model=model, accumulation_steps=8)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        counted = y > 0.5
+        (model(x).squeeze(1) * counted).sum().div(counted.sum().clamp(min=1)).backward()
+
+    with pytest.raises(oomkit.SplitError, match="differs by"):
+        step(torch.randn(8, 3), counts)
+
+
+def test_a_mean_over_rows_is_compared_whole_and_split_all_the_same() -> None:
+    model = nn.Linear(3, 1)
+    seen: Seen[int] = Seen()
+
+    @oomkit.auto_batch(model=model, accumulation_steps=4)
+    def step(x: torch.Tensor) -> None:
+        seen.append(len(x))
+        model(x).square().mean().backward()
+
+    x = torch.randn(8, 3)
+    model(x).square().mean().backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    step(x)
+    assert seen.count(8) == 1 and seen[-4:] == [2] * 4
+    for parameter, each in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, each)
