@@ -7,6 +7,7 @@ other side. So it is with an order over the rows (``sort``, ``topk``) while thei
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from typing import Any
 
@@ -47,6 +48,7 @@ _BENT = {
 _ORDERS = ("Cummax", "Cummin", "Kthvalue", "Median", "Mode", "Nanmedian", "Sort", "Topk")
 _BY_INDEX = ("Gather", "Index", "IndexSelect", "Take")
 _SAVED = ("_saved_self", "_saved_other", "_saved_result", "_saved_condition")
+_unknown = itertools.count(1)
 _MOST = 1000  # nodes that are looked at
 _VALUES = 1024  # of a tensor: with more it has rows, or is a parameter
 _ALIKE = 64  # functions in a loop over samples; with more they are not told apart
@@ -106,7 +108,10 @@ def _bound(name: str, node: Any) -> Bound:
 def _ordered(node: Any) -> tuple[tuple[int, ...], ...]:
     """How many values are put in order: along one dimension, or of all."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
-    sizes = node._saved_self.shape if sizes is None else sizes
+    try:
+        sizes = node._saved_self.shape if sizes is None else sizes
+    except RuntimeError:  # the graph has been freed: no two are known to be alike
+        return ((-next(_unknown),),)
     dim = _dim(node)
     if dim is None or not sizes:
         return (tuple(sizes),)

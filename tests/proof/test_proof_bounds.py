@@ -234,3 +234,21 @@ def test_an_index_of_rows_is_shown_until_it_moves_one(alike: bool) -> None:
         runs.clear()
         step(torch.randn(16, 6, 4), lengths)
     assert (runs == [8, 8]) != alike
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda v: v.median(),
+        lambda v: v.cummax(0).values.mean(),
+        lambda v: v.flatten().mode().values,
+    ],
+    ids=["median", "cummax", "mode"],
+)
+def test_an_order_in_a_returned_loss_whose_graph_is_gone_is_refused(
+    loss: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    net = nn.Linear(6, 4)
+    step = oomkit.auto_batch(lambda x: loss(net(x)), model=net, accumulation_steps=2)
+    with pytest.raises(oomkit.SplitError):
+        step(torch.randn(8, 6))
