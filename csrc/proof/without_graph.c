@@ -249,6 +249,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
 {
     oomkit_call *call = p->call;
     const oomkit_slice cut[2] = {{start, first}, {start + first, length - first}};
+    const int raised = call->refused.raised;
     PyObject *verdict = NULL; /* owned */
     OWNED PyObject *done = NULL;
 
@@ -269,6 +270,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     call->backward.instead = NULL;
     Py_CLEAR(call->cut->verification);
     if (verdict == NULL && call->tries.restart == 0) {
+        call->refused.raised = raised; /* the call itself is asked anew */
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
                                                                  : Py_NewRef(Py_None);
     }

@@ -294,8 +294,8 @@ MUTANTS = [
         "order-over-rows-proves",
         "rows in order, all of one value, prove the next call, where values differ",
         "oomkit/_proof/judge.py",
-        "self._orders |= order_rows(whole.bounds[0], made.bounds)",
-        "order_rows(whole.bounds[0], made.bounds)",
+        "self._orders = order_rows(whole.bounds[0], made.bounds, self._orders)",
+        "order_rows(whole.bounds[0], made.bounds, self._orders)",
         (
             "proof/test_proof_bounds.py"
             "::test_an_order_over_rows_is_not_shown_by_rows_with_equal_values[sort-4]",
