@@ -267,11 +267,12 @@ class Window:
         Args:
             leaves: that had a gradient when this one began.
         """
-        if not self._sound or self._at == 0 or self._values is None:
+        trainer = self._trainer()
+        if not self._sound or self._at == 0 or self._values is None or trainer is None:
             return False
         if any(id(leaf) not in self._leaves for leaf in leaves):
             return False
-        return self._values.can_restore(_buffers(self._trainer().model))
+        return self._values.can_restore(_buffers(trainer.model))
 
     def make(self) -> bool | str:
         """Makes them where .grad is None everywhere; or says why not.
