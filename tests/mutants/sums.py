@@ -291,6 +291,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "halves-by-chance",
+        "the rows that a proof looks at stand for all micro-batches",
+        "csrc/proof/proof.c",
+        "for (i = 0; result > 0 && !p->own && i < most; i++) {",
+        "for (i = 0; result > 0 && !p->own && i < 0 * most; i++) {",
+        (
+            "proof/test_proof_chance.py"
+            "::test_what_agrees_by_chance_in_some_rows_is_not_shown_by_them[positives-training]",
+        ),
+    ),
+    Mutant(
         "order-over-rows-proves",
         "rows in order, all of one value, prove the next call, where values differ",
         "oomkit/_proof/judge.py",
