@@ -65,9 +65,11 @@ earlier_run(oomkit_call *call)
     made = PyObject_CallMethod(call->options->window, "make", NULL);
     running--;
     oomkit_call_set_current(current);
-    if (current == call &&
-        (oomkit_compiler_off(call) < 0 || oomkit_intercept_install(call) < 0)) {
-        Py_CLEAR(made);
+    KEEPING_EXCEPTION {
+        if (current == call &&
+            (oomkit_compiler_off(call) < 0 || oomkit_intercept_install(call) < 0)) {
+            Py_CLEAR(made);
+        }
     }
     oomkit_phase_set(call->st, phase);
     return made;

@@ -1,4 +1,4 @@
-/* Who judges a proof, and what of it stays. */
+/* Who judges a proof, what of it stays, and what is refused for want of one. */
 #include "proof.h"
 #include "../accum/accum.h"
 #include "../call/call.h"
@@ -51,4 +51,27 @@ oomkit_proof_judge_level(oomkit_proof *p)
         p->level = OOMKIT_PROVEN_HERE;
     }
     return decides == NULL ? -1 : 0;
+}
+
+int
+oomkit_proof_ambiguous(oomkit_call *call)
+{
+    PyObject *exception = NULL, *refusal; /* owned; the former becomes the cause */
+
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError) &&
+        !oomkit_proof_own_error(call)) {
+        return -1; /* out of memory, an interrupt */
+    }
+    if (PyErr_Occurred()) {
+        exception = oomkit_exception_take();
+    }
+    oomkit_refuse(call, "%U", call->batch.ambiguous);
+    refusal = oomkit_exception_take();
+    if (PyErr_GivenExceptionMatches(refusal, call->st->SplitError)) {
+        PyException_SetCause(refusal, exception); /* stolen */
+    } else {
+        Py_XDECREF(exception);
+    }
+    oomkit_exception_give(refusal);
+    return -1;
 }

@@ -11,6 +11,7 @@
 #define APART 3        /* places at which weights are told apart, at most */
 #define HALVES 7       /* wholes whose halves are compared: of 8 micro-batches all */
 #define HALVES_AGAIN 3 /* ... a few calls later */
+#define OTHERS 3       /* micro-batches that are shown where no whole of two fits */
 
 /* --- what comes of it --- */
 
@@ -697,20 +698,26 @@ proof_of_halves(oomkit_proof *p, PyObject *text)
 /* What was shown of some rows may be so by chance: a loss that is divided by how many
  * rows count (positives, a mask that the step makes) is that of its parts wherever as
  * many count in each. Where the losses of halves make those of the whole, down to the
- * micro-batches, it is so in this call. At most `most` wholes are looked at, again from
- * the first one where one of them leads to other weights. As proof_settle(), which has
- * said `result`. */
+ * micro-batches, it is so in this call. At most `most` wholes are compared, the largest
+ * that fit first, and again from the first one where one of them leads to other
+ * weights; where none fits, some micro-batches are shown as the first one was. As
+ * proof_settle(), which has said `result`. */
 static int
 proof_halves(oomkit_proof *p, int result, int most)
 {
     const oomkit_proof was = *p;
+    const int all = most;
     int i, others = 0;
 
-    for (i = 0; result > 0 && !p->own && i < most; i++) {
+    for (i = 0; result > 0 && !p->own && !p->moved && most > 0; i++) {
         const PyObject *rule = p->rule; /* borrowed, only compared */
         PyObject *equal, *text, *rules; /* borrowed from verdict */
         OWNED PyObject *verdict = NULL;
-        if (!oomkit_proof_rows_halves(p, i)) {
+        int found = oomkit_proof_rows_halves(p, i);
+        if (found <= 0) {
+            if (found < 0) {
+                break;
+            }
             continue;
         }
         verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
@@ -718,20 +725,33 @@ proof_halves(oomkit_proof *p, int result, int most)
             return -1;
         }
         if (verdict == Py_None) { /* nothing to compare, or it does not fit */
+            i = p->unfit ? oomkit_proof_rows_level_end(i) : i;
             continue;
         }
         if (!PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules)) {
             return -1;
         }
-        if (equal != Py_False) {
+        most--;
+        if (equal != Py_False || p->moved) { /* random numbers show nothing exact */
             continue;
         }
         Py_XSETREF(p->rules, Py_NewRef(rules));
-        if (others++ == APART) {
-            return proof_unsettled(p, Py_NewRef(text));
-        }
         result = proof_of_halves(p, Py_NewRef(text));
-        i = p->rule == rule ? i : -1;
+        if (result > 0 && p->rule != rule) {
+            if (others++ == APART) {
+                return proof_unsettled(p, Py_NewRef(text));
+            }
+            i = -1;
+            most = HALVES;
+        }
+    }
+    for (i = 1; i <= OTHERS && i < p->cut.count && all == most && p->unfit; i++) {
+        p->start = p->cut.slices[p->cut.count - i].start; /* the first was shown */
+        p->length = p->cut.slices[p->cut.count - i].length;
+        result =
+            result > 0 && oomkit_proof_rows_middle(p, oomkit_unfit_multiple(p->call))
+                ? proof_full(p)
+                : result;
     }
     p->start = was.start;
     p->length = was.length;
@@ -858,31 +878,6 @@ prove(oomkit_call *call)
     return result < 0 ? -1 : 0;
 }
 
-/* A batch that was read in one of two ways, and that way is not shown to be exact:
- * refused as if it had not been tried. -1. */
-static int
-prove_ambiguous(oomkit_call *call)
-{
-    PyObject *exception = NULL, *refusal; /* owned; the former becomes the cause */
-
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(call->st->SplitError) &&
-        !oomkit_proof_own_error(call)) {
-        return -1; /* out of memory, an interrupt */
-    }
-    if (PyErr_Occurred()) {
-        exception = oomkit_exception_take();
-    }
-    oomkit_refuse(call, "%U", call->batch.ambiguous);
-    refusal = oomkit_exception_take();
-    if (PyErr_GivenExceptionMatches(refusal, call->st->SplitError)) {
-        PyException_SetCause(refusal, exception); /* stolen */
-    } else {
-        Py_XDECREF(exception);
-    }
-    oomkit_exception_give(refusal);
-    return -1;
-}
-
 int
 oomkit_prove(oomkit_call *call)
 {
@@ -894,7 +889,7 @@ oomkit_prove(oomkit_call *call)
     if (call->batch.ambiguous != NULL && call->proof == NULL && call->split &&
         !call->cut->forced && call->cut->at == 0 &&
         (result < 0 || !oomkit_proof_known(call))) {
-        return prove_ambiguous(call);
+        return oomkit_proof_ambiguous(call);
     }
     return result;
 }

@@ -28,6 +28,8 @@ typedef struct oomkit_proof {
     int raw;                  /* gradients are wanted as each backward leaves them */
     int everything;           /* every module is in eval, not those of chance alone */
     int by_chance;            /* numbers are drawn all the same: compared coarsely */
+    int moved;                /* ... in the last run without a graph */
+    int unfit;                /* which has run out of memory */
     int trained;              /* a backward was seen */
     int unjoined;             /* results of parts of one row could not be joined */
     uint64_t sequence;        /* of the events of the whole run */
@@ -98,9 +100,13 @@ void
 oomkit_proof_rows_two(oomkit_proof *p);
 
 /* Halves of the call's own micro-batches: number 0 of all, 1 and 2 of each half, 3 to 6
- * of each quarter. 1, or 0 where there are not two. */
+ * of each quarter. 1; 0 where there are not two; -1 where no later number has two. */
 int
 oomkit_proof_rows_halves(oomkit_proof *p, int number);
+
+/* The last number that is of as few as this one. */
+int
+oomkit_proof_rows_level_end(int number);
 
 /* So many rows where their labels differ, if anywhere. 0 or -1. */
 int
@@ -147,6 +153,11 @@ oomkit_proof_figures(oomkit_proof *p);
  * nothing was shown of the next batch. */
 int
 oomkit_proof_judge_level(oomkit_proof *p);
+
+/* A batch that was read in one of two ways, and that way is not shown to be exact:
+ * refused as if it had not been tried. -1. */
+int
+oomkit_proof_ambiguous(oomkit_call *call);
 
 /* --- without_graph.c --- */
 

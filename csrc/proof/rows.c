@@ -70,14 +70,25 @@ oomkit_proof_rows_two(oomkit_proof *p)
 }
 
 int
+oomkit_proof_rows_level_end(int number)
+{
+    int end = 0;
+
+    while (end < number) {
+        end = 2 * end + 2;
+    }
+    return end;
+}
+
+int
 oomkit_proof_rows_halves(oomkit_proof *p, int number)
 {
     const oomkit_slice *slices = p->cut.slices;
     int64_t from = 0, to = p->cut.count, middle;
-    int bit = 1;
+    int bit = (oomkit_proof_rows_level_end(number) + 2) / 2;
 
-    while (bit <= (number + 1) / 2) {
-        bit *= 2;
+    if (bit >= p->cut.count) {
+        return -1;
     }
     while ((bit /= 2) > 0) {
         middle = (from + to + 1) / 2;

@@ -199,6 +199,7 @@ verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
                                       oomkit_losses_are_sums(call) ? Py_True : Py_False,
                                       moved ? Py_True : Py_False);
     }
+    p->moved = moved;
     if (verdict != NULL && verdict != Py_None) {
         Py_SETREF(verdict, verify_search(p, verdict, cut, moved));
     }
@@ -260,7 +261,8 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     call->backward.instead = verify_backward;
     done = PyObject_CallMethod(p->judge, "hush", NULL);
     if (done != NULL) {
-        Py_SETREF(done, PyObject_CallMethod(p->judge, "quiet", "O", Py_False));
+        Py_SETREF(done, PyObject_CallMethod(p->judge, "quiet", "O",
+                                            p->everything ? Py_True : Py_False));
         verdict = done == NULL ? NULL : verify_runs(p, start, cut);
         verdict = verify_speak(p, verdict);
     }
@@ -269,6 +271,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     }
     call->backward.instead = NULL;
     Py_CLEAR(call->cut->verification);
+    p->unfit = verdict == NULL && oomkit_exception_is_oom(call->st);
     if (verdict == NULL && call->tries.restart == 0) {
         call->refused.raised = raised; /* the call itself is asked anew */
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL

@@ -91,7 +91,6 @@ oomkit_array_grow(void *items, Py_ssize_t *room, size_t size);
 void *
 oomkit_spare_take(void **spare, size_t bytes);
 
-/* *memory is one of these, or NULL; it becomes NULL. */
 /* `memory` is one of these, or NULL; it becomes NULL. What is left in `spare` is freed
  * by PyMem_Free(). */
 #define SPARE_GIVE(spare, memory) (oomkit_spare_give(&(spare), memory), (memory) = NULL)
