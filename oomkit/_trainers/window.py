@@ -25,6 +25,7 @@ __all__ = ["Window"]
 _LARGE = 1 << 16  # elements of a buffer that is not copied, unless it is of a normalisation
 _SAME, _SAME_HALF, _ZERO = 1e-5, 4e-3, 1e-6  # of losses of one computation, run twice
 _OWN = frozenset(vars(torch.nn.Module()))  # what torch keeps in a module
+_LIBRARIES = ("torch.", "transformers.", "trl.", "peft.")  # whose modules keep no state of calls
 
 _Loss = torch.Tensor | None
 
@@ -114,6 +115,20 @@ class _Kept:
         self.loss: _Loss = None
 
 
+def _own_state(model: torch.nn.Module) -> list[tuple[torch.nn.Module, PlainState]]:
+    """Plain attributes of the user's own modules: a count of forwards, a factor that grows."""
+    found = [m for m in model.modules() if not type(m).__module__.startswith(_LIBRARIES)]
+    return [(module, PlainState(module, _OWN)) for module in found]
+
+
+def _is_left_alone(trainer: Any) -> bool:
+    """Whether nobody's code but that of known libraries runs between two calls of a window."""
+    return all(
+        type(callback).on_substep_end.__module__.startswith(_LIBRARIES)
+        for callback in trainer.callback_handler.callbacks
+    )
+
+
 class _Now:
     """Everything that calls move, to be put back when they have been made again."""
 
@@ -169,6 +184,8 @@ class Window:
         self._leaves: dict[int, tuple[torch.Tensor, int]] = {}
         self._marks: list[tuple[int, int]] = []
         self._values: _Values | None = None
+        self._modules: list[tuple[torch.nn.Module, PlainState]] = []
+        self._saved: Any = None  # of the books
 
     # --- around each call ---
 
@@ -235,11 +252,13 @@ class Window:
         if getattr(trainer, "current_gradient_accumulation_steps", 1) < 2 or optimizer is None:
             return False
         leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
-        if any(leaf.grad is not None for leaf in leaves):
+        if any(leaf.grad is not None for leaf in leaves) or not _is_left_alone(trainer):
             return False
         self._leaves = {id(leaf): (leaf, leaf._version) for leaf in leaves}
         try:
             self._values = _C.exempt(lambda: _Values(_buffers(trainer.model)))
+            self._modules = _own_state(trainer.model)
+            self._saved = self._books.all()
         except RuntimeError:  # out of memory; a tensor of inference_mode() has no version
             return False
         return True
@@ -286,6 +305,9 @@ class Window:
         self.making += 1
         try:
             _C.exempt(values.restore)
+            self._books.back_to(self._saved)
+            for module, state in self._modules:
+                state.restore(module)
             for self._at in range(at):
                 kept = self._kept[self._at]
                 loss, ran = _again(kept), self._slices

@@ -29,7 +29,7 @@ WITHOUT = {
     ("csrc/types/step_type.c", "%R was called while the garbage"): PROTOCOL,
     ("csrc/module/module.c", "PyErr_SetString(PyExc_KeyError, "): PROTOCOL,
     ("csrc/batch/not_found.c", "oomkit_raise(st->SplitError, "): ANCHORED,
-    ("csrc/proof/proof.c", "oomkit_refuse(call, "): ANCHORED,
+    ("csrc/proof/judge.c", "oomkit_refuse(call, "): ANCHORED,
     ("csrc/py/errors.c", "PyErr_WarnFormat(category, "): ANCHORED,
     ("oomkit/__main__.py", "..., line"): COMMAND,
     ("oomkit/_engine/nodes.py", "_C.SplitError(ctx.why)"): ANCHORED,

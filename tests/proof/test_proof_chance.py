@@ -106,3 +106,65 @@ def test_a_mean_over_rows_is_compared_whole_and_split_all_the_same() -> None:
     assert seen.count(8) == 1 and seen[-4:] == [2] * 4
     for parameter, each in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, each)
+
+
+def _policy(out: torch.Tensor) -> torch.Tensor:
+    choices = torch.distributions.Categorical(logits=out)
+    taken = choices.sample()
+    return -(choices.log_prob(taken) * (taken.float() - 1.5)).mean()
+
+
+def _denoised(out: torch.Tensor) -> torch.Tensor:
+    return (out - torch.randn_like(out)).square().mean()
+
+
+@pytest.mark.parametrize("fits", [64, 8])
+@pytest.mark.parametrize("loss", [_policy, _denoised])
+def test_random_numbers_of_a_step_refuse_no_split(
+    loss: Callable[[torch.Tensor], torch.Tensor], fits: int
+) -> None:
+    """They differ between a whole and its halves."""
+    for seed in range(6):
+        print("seed", seed)
+        torch.manual_seed(seed)
+        model = nn.Linear(6, 4)
+
+        @oomkit.auto_batch(model=model, accumulation_steps=64 // fits if fits == 8 else 8)
+        def step(x: torch.Tensor) -> None:
+            if len(x) > fits and torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            loss(model(x)).backward()  # noqa: B023
+
+        step(torch.randn(64, 6))
+        assert step.records[-1].accumulation_steps == 8
+
+
+@pytest.mark.parametrize("without", [4, 8, 16])
+def test_wholes_that_do_not_fit_leave_their_halves_to_be_compared(without: int) -> None:
+    """Four rows fit with a graph; without one twice, four times as many, or no more."""
+
+    def is_wrong(seed: int) -> bool:
+        print("seed", seed)
+        torch.manual_seed(seed)
+        model, x = nn.Linear(6, 1), torch.randn(64, 6).sign()
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return _mean(model(x)[:, 0], x[:, 0] > 0)
+
+        @oomkit.auto_batch(model=model)
+        def step(x: torch.Tensor) -> None:
+            if len(x) > (4 if torch.is_grad_enabled() else without):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            loss(x).backward()
+
+        loss(x).backward()
+        assert model.weight.grad is not None
+        wanted = model.weight.grad.clone()
+        model.zero_grad()
+        try:
+            step(x)
+        except oomkit.SplitError:
+            return False
+        return not torch.allclose(model.weight.grad, wanted, rtol=1e-3)
+
+    assert not [seed for seed in range(20) if is_wrong(seed)]

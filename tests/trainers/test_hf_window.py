@@ -249,7 +249,13 @@ def zeros(model: torch.nn.Module) -> None:
         each.grad = torch.zeros_like(each) if each.grad is None else each.grad
 
 
-@pytest.mark.parametrize("what", [scaled, others, moved, zeros])
+def unseen(model: torch.nn.Module) -> None:
+    """No version tells."""
+    for each in model.parameters():
+        each.grad.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("what", [scaled, others, moved, zeros, unseen])
 def test_what_others_do_between_the_calls_is_not_lost(what: Any) -> None:
     def make() -> Any:
         return trainer(lm, tokens(32), callbacks=[Between(what)], **FOUR)
@@ -259,6 +265,38 @@ def test_what_others_do_between_the_calls_is_not_lost(what: Any) -> None:
     outcome, _, _ = run(make, lambda made: failing(protect(made), 7, wanted))
     assert outcome.error is None
     assert not any(AGAIN in line for line in outcome.said), outcome.said
+    assert not differences(reference, outcome, 1e-4)
+
+
+class Reversed(torch.nn.Module):
+    """Gradients of the layers below, times a factor of which the loss shows nothing; it grows with
+    each batch of four rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = -(1 + min(self.rows // 4, 5)) / 10  # a failed attempt counts, too
+        self.rows += len(x)
+        if x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(lambda gradient: gradient * factor)
+        return x
+
+
+def test_a_count_of_rows_goes_back_to_the_first_call() -> None:
+    def make() -> Any:
+        made = trainer(lm, tokens(32), **FOUR)
+        inside = made.model.transformer
+        inside.drop = torch.nn.Sequential(inside.drop, Reversed())
+        return made
+
+    reference, _, _ = run(make, plain)
+    wanted = WANTED["once"]()
+    outcome, _, _ = run(make, lambda made: failing(protect(made, verify=False), 7, wanted))
+    assert outcome.error is None
+    assert any(AGAIN in line for line in outcome.said), outcome.said
     assert not differences(reference, outcome, 1e-4)
 
 
