@@ -102,12 +102,12 @@ def _peak(place: Any, count: int, window: int) -> int:
         eval_strategy="no",
     )
     made.remove_callback(hf.PrinterCallback)
-    protect(made, at=place, accumulation_steps=count)
+    protect(made, at=place, accumulation_steps=count, verify=False)
     made.training_step = step = oomkit.guard()(made.training_step)
     made.train()
     assert {record.accumulation_steps for record in records(made)} == {count}
-    first, *others = step.records  # in the first, second and fourth one, losses are compared
-    return int(min(each.peak_allocated for each in others) - first.baseline)
+    first = step.records[0]
+    return int(max(each.peak_allocated for each in step.records) - first.baseline)
 
 
 @pytest.mark.parametrize("count", [2, 4])
