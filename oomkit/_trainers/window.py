@@ -185,7 +185,7 @@ class Window:
         self._marks: list[tuple[int, int]] = []
         self._values: _Values | None = None
         self._modules: list[tuple[torch.nn.Module, PlainState]] = []
-        self._saved: Any = None  # of the books
+        self._booked: Any = None  # of the books
 
     # --- around each call ---
 
@@ -258,7 +258,7 @@ class Window:
         try:
             self._values = _C.exempt(lambda: _Values(_buffers(trainer.model)))
             self._modules = _own_state(trainer.model)
-            self._saved = self._books.all()
+            self._booked = self._books.all()
         except RuntimeError:  # out of memory; a tensor of inference_mode() has no version
             return False
         return True
@@ -305,7 +305,7 @@ class Window:
         self.making += 1
         try:
             _C.exempt(values.restore)
-            self._books.back_to(self._saved)
+            self._books.back_to(self._booked)
             for module, state in self._modules:
                 state.restore(module)
             for self._at in range(at):

@@ -294,8 +294,8 @@ MUTANTS = [
         "halves-by-chance",
         "the rows that a proof looks at stand for all micro-batches",
         "csrc/proof/proof.c",
-        "for (i = 0; result > 0 && !p->own && i < most; i++) {",
-        "for (i = 0; result > 0 && !p->own && i < 0 * most; i++) {",
+        "for (i = 0; result > 0 && !p->own && !p->moved && most > 0; i++) {",
+        "for (i = 0; result > 0 && !p->own && !p->moved && most > 7; i++) {",
         (
             "proof/test_proof_chance.py"
             "::test_what_agrees_by_chance_in_some_rows_is_not_shown_by_them[positives-training]",
