@@ -14,6 +14,14 @@ TRAINERS = [
         ("trainers/test_hf_sweep.py::test_evaluation_survives[lm]",),
     ),
     Mutant(
+        "evaluated-labels-not-shifted",
+        "where the loss shifts labels, the first of a row counts for nothing",
+        "oomkit/_trainers/calls.py",
+        "            labels = labels[..., 1:]",
+        "            pass",
+        ("trainers/test_hf_sweep.py::test_an_evaluated_loss_has_the_weights_of_the_whole",),
+    ),
+    Mutant(
         "metrics-by-rows",
         "a metric of tokens is weighed by tokens",
         "oomkit/_trainers/books.py",

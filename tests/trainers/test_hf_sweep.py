@@ -69,6 +69,28 @@ def _scaled() -> Any:
     return made
 
 
+def _itemless() -> torch.nn.Module:
+    """A model that says that its loss is a mean, whatever the trainer has counted."""
+    model = lm()
+    model.accepts_loss_kwargs, model.loss_type = False, "ForCausalLM"
+    return model
+
+
+class Shifts(hf.GPT2LMHeadModel):  # type: ignore[misc]
+    """Takes nothing but its inputs; its loss is a mean over tokens, which it shifts itself."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        logits = super().forward(input_ids=input_ids, attention_mask=attention_mask).logits
+        shown, expected = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"loss": torch.nn.functional.cross_entropy(shown, expected), "logits": logits}
+
+
+def _shifts() -> torch.nn.Module:
+    model = Shifts(lm().config)
+    model.loss_type = "ForCausalLM"  # by which the trainer knows
+    return model
+
+
 def _generating() -> Any:
     return trainer(
         t5,
@@ -96,6 +118,11 @@ SETTINGS = {
     "lm_last_window_shorter": Setting(
         lambda: trainer(lm, tokens(), gradient_accumulation_steps=3), (3, 4)
     ),
+    "lm_without_items": Setting(lambda: trainer(_itemless, tokens())),
+    "lm_without_items_2": Setting(
+        lambda: trainer(_itemless, tokens(), gradient_accumulation_steps=2)
+    ),
+    "own_forward": Setting(lambda: trainer(_shifts, tokens())),
     "lm_smoothed": Setting(lambda: trainer(lm, tokens(), label_smoothing_factor=0.1)),
     "lm_bf16": Setting(lambda: trainer(lm, tokens(), bf16=True), limit=HALF),
     "lm_scaler": Setting(_scaled),
@@ -169,6 +196,26 @@ def test_evaluation_survives(name: str) -> None:
     setting = SETTINGS[name]
     seen = sweep(setting.make, "prediction_step", 1, limit=setting.limit)
     assert seen["split"], seen
+
+
+def _far(make: Callable[[], Any]) -> Any:
+    """A trainer whose model has another loss for each row."""
+    made = make()
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+@pytest.mark.parametrize("name", [n for n in _EVALUATED if n != "lm_bf16"])
+def test_an_evaluated_loss_has_the_weights_of_the_whole(name: str) -> None:
+    """Labels that count, those of a shifted loss without the first; else rows."""
+    found = []
+    for count in 1, 2, 3, 4:
+        made = protect(_far(SETTINGS[name].make), accumulation_steps=count)
+        found.append(made.evaluate()["eval_loss"])
+        assert {record.accumulation_steps for record in records(made)} == {count}
+    assert found == pytest.approx(found[:1] * 4, rel=1e-6)
 
 
 def _later_window() -> Any:
