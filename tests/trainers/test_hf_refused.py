@@ -1,8 +1,8 @@
 """What `protect` refuses, by name, and versions of which names are missing.
 
-No test here has several devices or processes: where those are needed, the attribute that
-transformers sets is set by hand, and the test says which. DeepSpeed is in neither environment;
-its test runs where somebody has installed it, and needs no accelerator.
+No test here has several devices: there the attribute that transformers sets is set by hand, and
+the test says which. DeepSpeed is in neither environment; its test runs where somebody has
+installed it, and needs no accelerator.
 """
 
 from __future__ import annotations
@@ -56,28 +56,36 @@ def test_sequence_parallelism() -> None:
         made.accelerator.state.parallelism_config = None
 
 
-def _alone(program: str) -> str:
-    """What a program prints that is the only process of its group.
+def _started(program: str, *args: str) -> subprocess.Popen[str]:
+    """A program that is in a group of processes.
 
     Args:
         program: of which the tests' own modules can be imported.
+        args: of the program.
     """
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1]), str(here)])
     group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     options = {"MASTER_PORT": "0", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program, *args],
         env={**os.environ, **group, **options},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+
+def _alone(program: str) -> str:
+    """What a program prints that is the only process of its group."""
+    started = _started(program)
+    said, wrong = started.communicate(timeout=300)
+    assert started.returncode == 0, wrong
+    return said
 
 
 _SAYS = """
+import sys
 from hf_models import lm, tokens, trainer
 from oomkit.transformers import protect
 def says(made):
@@ -147,11 +155,28 @@ def test_several_devices() -> None:
     _refused(made, "n_gpu=2: DataParallel; set CUDA_VISIBLE_DEVICES")
 
 
-def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`world_size` is that of the processes that accelerate found."""
-    made = _made()
-    monkeypatch.setattr(type(made.args), "world_size", 2)
-    _refused(made, "a world_size of 2: training in several processes")
+def test_several_processes(tmp_path: Path) -> None:
+    """Real ones, on the CPU: each of them is refused before it trains."""
+    program = f"""
+import os
+from datetime import timedelta
+import torch
+os.environ.update(RANK=(rank := sys.argv[1]), LOCAL_RANK=rank, WORLD_SIZE="2")
+store = torch.distributed.FileStore({str(tmp_path / "store")!r}, 2)
+torch.distributed.init_process_group(
+    "gloo", store=store, rank=int(rank), world_size=2, timeout=timedelta(seconds=100)
+)
+made = trainer(lm, tokens())
+print(made.args.world_size)
+says(made)
+torch.distributed.destroy_process_group()
+"""
+    started = [_started(_SAYS + program, str(rank)) for rank in range(2)]
+    for each in started:
+        said, wrong = each.communicate(timeout=300)
+        assert each.returncode == 0, wrong
+        assert said.splitlines()[0] == "2"
+        assert "Trainer with a world_size of 2: training in several processes" in said
 
 
 def _mixture(kind: str, coefficient: str, **more: Any) -> torch.nn.Module:
