@@ -248,8 +248,8 @@ LIGHTNING = [
         "a replay that the backward begins logs nothing",
         "oomkit/_trainers/module_log.py",
         "            if not self._in_a_step():",
-        "            if self._module() is not None:",
-        ("trainers/test_lightning.py::test_the_backward_that_lightning_runs_survives",),
+        "            if self._owner() is not None:",
+        ("trainers/test_lightning_logs.py::test_a_replay_that_the_backward_begins_logs_nothing",),
     ),
     Mutant(
         "steps-counted-in-parts",

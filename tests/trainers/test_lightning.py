@@ -363,11 +363,41 @@ def test_twice_in_one_trainer(name: str) -> None:
     assert not {"training_step", "log", "__reduce_ex__"} & vars(module).keys()
 
 
-def test_a_module_without_such_a_step() -> None:
-    module = Classifier()
-    outcome, _, ours = run(Classifier, callback={"steps": ("test_step",)})
-    assert outcome.error is None and ours.records == ()
-    assert "test_step" not in vars(module)
+class TrainsOnly(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Looks(lightning.Callback):
+    """Notes what stands in the module's dictionary while it trains."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen |= vars(pl_module).keys()
+
+
+@pytest.mark.parametrize(
+    ("steps", "put"),
+    [
+        (("test_step", "predict_step"), set()),  # the module has none of them
+        (("validation_step", "training_step"), {"training_step", "log", "__reduce_ex__"}),
+    ],
+)
+def test_a_module_without_such_a_step(steps: Any, put: set[str]) -> None:
+    plain, mine, ours = Looks(), Looks(), AutoBatch(steps=steps)
+    trainer([plain]).fit(TrainsOnly(), loader())
+    trainer([ours, mine]).fit(TrainsOnly(), loader())
+    assert mine.seen - plain.seen == put and not plain.seen - mine.seen
+    assert len(ours.records) == (4 if put else 0)
 
 
 def test_the_finder_of_batch_sizes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,56 @@ def test_what_is_logged_of_uneven_batches_that_are_all_split(kind: Any, count: i
     outcome, _, ours = run(kind, callback={"accumulation_steps": count}, work=_fit)
     assert {record.accumulation_steps for record in ours.records} == {count}
     assert not differences(reference, outcome, SINGLE)
+
+
+WRITTEN: queue.SimpleQueue[Any] = queue.SimpleQueue()  # lists go back with an attempt
+
+
+class Noted(Classifier):
+    """Lightning's own `log` of this module notes what it is called with."""
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        kind = "metric" if value is self.accuracy else type(value).__name__
+        WRITTEN.put((self.global_step, name, kind, kwargs.get("batch_size")))
+        super().log(name, value, *args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = self.net(x)
+        self.accuracy(scores, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        values = {"mean": scores.mean(), "largest": scores.max().item()}
+        self.log_dict(values, batch_size=len(x), on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _written(*given: Any, **options: Any) -> tuple[list[Any], Any]:
+    """What a run has logged, and its records."""
+    outcome, arm, ours = run(Noted, *given, work=_fit, **options)
+    assert outcome.error is None and bool(arm.fired) == ("fault" in options)
+    return [WRITTEN.get_nowait() for _ in range(WRITTEN.qsize())], ours.records
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_lightning_is_called_once_for_each_name_and_batch(count: int) -> None:
+    plain, _ = _written(False)
+    mine, records = _written(callback={"accumulation_steps": count})
+    assert {record.accumulation_steps for record in records} == {count}
+    learnt = [name for _, name, _, _ in plain if not name.startswith("val_")]
+    assert learnt == ["accuracy", "mean", "largest", "train_loss"] * len(UNEVEN)
+    assert (0, "accuracy", "metric", None) in plain
+    assert {rows for _, name, _, rows in mine if name == "mean"} == {*UNEVEN}
+    assert mine == plain
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("nth", [1, 3, 5])
+def test_a_replay_that_the_backward_begins_logs_nothing(nth: int, times: int) -> None:
+    plain, _ = _written(False)
+    fault = {"nth": nth, "times": times, "phase": "backward", "min_bytes": 16}
+    mine, records = _written(True, "optimizer_step", 2, fault=fault)
+    assert max(record.accumulation_steps for record in records) > 1
+    assert mine == plain
 
 
 # --- resumed ---
