@@ -18,7 +18,7 @@ from ignite.engine import (
     supervised_training_step,
 )
 from ignite.metrics import Accuracy, Loss
-from runs import MODES, Arm, listening, places
+from runs import MODES, Arm, at_most, listening, peak_of, places
 from torch import nn
 from torch.nn import functional as F
 
@@ -215,3 +215,41 @@ def test_an_error_leaves_the_run_as_it_is_without(
         rounded = any("not bit for bit" in line for line in world.said)
         for one, two in zip(_is_left(same[counts]), left, strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=1e-6 if rounded else 0)
+
+
+class Wide(World):
+    """Its activations are far larger than what is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = [tuple(torch.cat([part] * 128) for part in each) for each in self.batches]
+
+
+def _finished(world: Wide, work: Work, protect: bool) -> Any:
+    """The step of a whole run."""
+    steps: list[Any] = []
+
+    def wrap(step: Callable[..., Any], **options: Any) -> Any:
+        steps.append(oomkit.auto_batch(step, **options) if protect else step)
+        return steps[-1]
+
+    work(world, wrap)
+    return steps[-1]
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_a_run_with_a_third_of_the_memory(work: Work) -> None:
+    """The plain program dies; the protected one ends, and what it has learnt is the same."""
+    first, reference, dying, mine = (Wide() for _ in range(4))
+    _finished(first, work, False)
+    _, third = peak_of(lambda: _finished(reference, work, False), 3)
+    with at_most(third), pytest.raises(torch.OutOfMemoryError) as died:
+        _finished(dying, work, False)
+    assert not isinstance(died.value, oomkit.OutOfMemory)
+    del died
+    with at_most(third):
+        step = _finished(mine, work, True)
+    assert max(record.accumulation_steps for record in step.records) > 1
+    assert mine.seen == pytest.approx(reference.seen, abs=1e-5)
+    for one, two in zip(_is_left(reference), _is_left(mine), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
