@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
 from types import FunctionType
 from typing import Any
 
@@ -84,6 +85,45 @@ def test_no_class_and_no_module_changes(name: str) -> None:
     for after in during, _libraries():
         assert not before.keys() ^ after.keys()
         assert [key for key, value in before.items() if after[key] is not value] == []
+
+
+def _no_memory(model: Any, args: Any) -> None:
+    if torch.is_grad_enabled():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def _alive(name: str, protected: bool, fails: bool) -> dict[str, bool]:
+    """What is still there when a trainer has been let go, and nothing has been collected.
+
+    Args:
+        name: of the trainer.
+        protected: whether it is.
+        fails: whether its training ends in an error.
+    """
+    made = REAL[name]()
+    made.remove_callback(hf.PrinterCallback)
+    if protected:
+        protect(made, log=True, accumulation_steps=2)
+    if fails:
+        made.model.register_forward_pre_hook(_no_memory)
+        kind = oomkit.OutOfMemory if protected else torch.OutOfMemoryError
+        with pytest.raises(kind):
+            made.train()
+    else:
+        made.train()
+    if protected:
+        assert max(record.accumulation_steps for record in records(made)) > 1
+    kept = {"trainer": weakref.ref(made), "model": weakref.ref(made.model)}
+    del made
+    return {each: ref() is not None for each, ref in kept.items()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", REAL)
+def test_no_cycle_of_ours_keeps_a_trainer_or_its_model(name: str, fails: bool, no_gc: None) -> None:
+    """Some of TRL's models are cycles by themselves."""
+    plain_one, mine = (_alive(name, protected, fails) for protected in (False, True))
+    assert mine == plain_one and not mine["trainer"]
 
 
 def _peak(place: Any, count: int, window: int) -> int:
