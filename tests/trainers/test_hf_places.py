@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
 import sys
 import weakref
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +16,8 @@ import torch
 import transformers as hf
 from hf_models import lm, t5, tokens, trainer
 from hf_runs import plain, run
-from runs import SINGLE, differences
+from runs import SINGLE, differences, gaps, timeless
+from safetensors.torch import load_file
 from test_trl_sweep import dpo, kto, online, reward, sft
 
 import oomkit
@@ -85,6 +89,26 @@ def test_no_class_and_no_module_changes(name: str) -> None:
     for after in during, _libraries():
         assert not before.keys() ^ after.keys()
         assert [key for key, value in before.items() if after[key] is not value] == []
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_nothing_is_left_in_each_trainer(name: str) -> None:
+    """After a training in parts `unprotect` leaves what a plain training leaves."""
+    made, plain_one = REAL[name](), REAL[name]()
+    before, callbacks = dict(vars(made)), list(made.callback_handler.callbacks)
+    assert vars(unprotect(protect(made, log=True))) == before
+    assert made.callback_handler.callbacks == callbacks
+    for each in made, plain_one:
+        each.remove_callback(hf.PrinterCallback)
+    plain_one.train()
+    protect(made, log=True, accumulation_steps=2).train()
+    assert b"oomkit" not in pickle.dumps(made.model)
+    unprotect(made)
+    assert vars(made).keys() == vars(plain_one).keys()
+    for key, value in vars(plain_one).items():
+        assert type(vars(made)[key]) is type(value), key
+    kinds = [[type(c) for c in it.callback_handler.callbacks] for it in (made, plain_one)]
+    assert kinds[0] == kinds[1]
 
 
 def _no_memory(model: Any, args: Any) -> None:
@@ -204,3 +228,71 @@ def test_batches_that_are_no_dictionaries_are_split() -> None:
     outcome, arm, made = run(make, number=2, fault={"nth": 30})
     assert arm.fired and max(record.accumulation_steps for record in records(made)) > 1
     assert not differences(reference, outcome, SINGLE)
+
+
+class Settings(hf.Trainer):
+    """Its collator gives what has no rows: numbers, a text, tensors without dimensions."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        scale, names = inputs.pop("scale"), inputs.pop("names")
+        power, kind = inputs.pop("power"), inputs.pop("kind")
+        assert (scale.shape, names, power, kind) == ((), {"a": 1}, 0.5, "mean")
+        return super().compute_loss(model, inputs, *args, **more) * scale**power
+
+
+def _with_settings(rows: list[Any]) -> dict[str, Any]:
+    more = {"scale": torch.tensor(4.0), "names": {"a": 1}, "power": 0.5, "kind": "mean"}
+    return {**hf.default_data_collator(rows), **more}
+
+
+@pytest.mark.parametrize("place", ["training_step", "compute_loss"])
+def test_what_has_no_rows_stays_whole(place: Any) -> None:
+    def make() -> Any:
+        return trainer(lm, tokens(), Settings, data_collator=_with_settings, eval_strategy="no")
+
+    reference, _, _ = run(make, plain)
+    assert reference.error is None, reference.error
+    outcome, arm, made = run(make, lambda it: protect(it, at=place), place, 2, {"nth": 30})
+    assert arm.fired and max(record.accumulation_steps for record in records(made)) > 1
+    assert not differences(reference, outcome, SINGLE)
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    """What a checkpoint has, by file."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".safetensors":
+            found[path.name] = load_file(path)
+        elif path.suffix in (".pt", ".pth"):
+            found[path.name] = torch.load(path, weights_only=False)
+        elif path.name != "training_args.bin":  # it names its folder
+            found[path.name] = json.loads(path.read_text())
+    return found
+
+
+def test_checkpoints_are_those_of_a_run_without_an_error(tmp_path: Path) -> None:
+    """But for the sizes in the trainer's state; the random numbers that follow are the same."""
+    options = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+
+    def make() -> Any:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        return trainer(
+            lm, tokens(32), folder=folder, optim="adamw_torch", adam_epsilon=1e-2, **options
+        )
+
+    run(make, plain)
+    outcome, arm, _ = run(make, number=3, fault={"nth": 30})
+    assert arm.fired and outcome.error is None
+    for step in "checkpoint-2", "checkpoint-4":
+        one, two = (_saved(tmp_path / run / step) for run in ("0", "1"))
+        assert one.keys() == two.keys() >= {"model.safetensors", "optimizer.pt", "rng_state.pth"}
+        states = [each.pop("trainer_state.json") for each in (one, two)]
+        assert states[1]["stateful_callbacks"].pop("OomkitSizes")["attributes"]["sizes"]
+        logs = [timeless(state.pop("log_history")) for state in states]
+        assert states[0] == states[1] and len(logs[0]) == len(logs[1])
+        for line, other in zip(*logs, strict=True):
+            assert other == pytest.approx(line, rel=1e-4)
+        for name, value in one.items():
+            limit = 0.0 if name == "rng_state.pth" else 1e-3
+            assert not gaps(name, {"": value}, {"": two[name]}, limit), name
