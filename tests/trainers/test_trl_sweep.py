@@ -12,7 +12,8 @@ import torch
 import trl
 from hf_models import arguments, llama, tokenizer
 from hf_runs import SCORES, run, sweep
-from runs import HALF, SINGLE
+from runs import HALF, SINGLE, timeless
+from transformers import PrinterCallback
 
 import oomkit
 from oomkit.transformers import protect, records, unprotect
@@ -177,6 +178,46 @@ def test_losses_with_a_reference_survive(kind: str, number: int, tmp_path: Path)
 
     assert make().ref_model is not None
     assert sweep(make, "compute_loss", number)["split"]
+
+
+# Two updates for each batch: the second one's ratios are clipped.
+CLIPPED = {"num_iterations": 2, "learning_rate": 0.05}
+STILL = {"learning_rate": 1e-9}  # so that nothing but the books may differ
+METRICS = {
+    "SFT": lambda: sft(**STILL),
+    "DPO": lambda: dpo(**STILL),
+    "Reward": lambda: reward(**STILL),
+    "KTO": lambda: kto(per_device_train_batch_size=8, **STILL),
+    "GRPO": lambda: online(entropy_coef=0.1, loss_type="bnpo", **STILL),
+    "GRPO, clipped": lambda: online(loss_type="grpo", epsilon=1e-4, **CLIPPED),
+    "CISPO, clipped": lambda: online(loss_type="cispo", epsilon_high=1e-4, **CLIPPED),
+    "VESPO": lambda: online(loss_type="vespo", **STILL),
+    "RLOO, clipped": lambda: online("RLOO", epsilon=1e-4, **CLIPPED),
+}
+
+
+def _logged(name: str, count: int) -> list[dict[str, Any]]:
+    """The log of a training in so many parts, of a model whose rows differ."""
+    made = METRICS[name]()
+    made.remove_callback(PrinterCallback)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    if count:
+        protect(made, accumulation_steps=count)
+    made.train()
+    return timeless(made.state.log_history)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_of_parts_are_those_of_the_batch(name: str, count: int) -> None:
+    """Means of tokens, chosen and rejected ones, of rows; the least and the largest."""
+    whole, parts = _logged(name, 0), _logged(name, count)
+    assert len(whole) == len(parts)
+    for line, other in zip(whole, parts, strict=True):
+        assert other == pytest.approx(line, rel=5e-5, abs=1e-6, nan_ok=True)
 
 
 def test_the_predictions_of_pairs_come_in_the_order_of_the_batch() -> None:
