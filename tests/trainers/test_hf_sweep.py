@@ -282,6 +282,9 @@ def test_a_mean_over_weights_that_the_loss_makes_itself_is_refused() -> None:
     assert "cannot split Weighted.training_step exactly" in str(failed.error)
     for name, value in begun.parameters.items():
         assert torch.equal(value, failed.parameters[name])
+    said, _, made = run(make, lambda it: protect(it, inexact="warn"), number=1, fault={"nth": 20})
+    assert said.error is None and len(records(made)) == 4
+    assert any("but not exactly" in line for line in said.said), said.said
 
 
 @pytest.mark.parametrize("method", ["training_step", "compute_loss"])

@@ -232,11 +232,25 @@ def test_the_predictions_of_pairs_come_in_the_order_of_the_batch() -> None:
     assert abs(one.predictions - two.predictions).max() < 1e-6
 
 
-def test_an_odd_number_of_rows_is_no_pairs() -> None:
-    trainer = protect(dpo())
-    inputs = {"input_ids": torch.ones(5, 3, dtype=torch.long)}
-    with pytest.raises(oomkit.SplitError, match="chosen rows before as many rejected ones"):
-        trainer.training_step(trainer.model, inputs, None)
+class Odd:
+    """A collator that loses the last rejected answer."""
+
+    def __init__(self, made: Any) -> None:
+        self.inner = made.data_collator
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        return {name: value[:-1] for name, value in self.inner(rows).items()}
+
+
+@pytest.mark.parametrize("make", [dpo, reward])
+def test_an_odd_number_of_rows_is_no_pairs(make: Any) -> None:
+    made = make()
+    made.data_collator = Odd(made)
+    protect(made)
+    with pytest.raises(oomkit.SplitError, match="chosen rows before as many rejected ones, got"):
+        made.train()
+    with pytest.raises(oomkit.SplitError, match="input_ids with 7 rows"):
+        made.evaluate()
 
 
 PACKED = {
