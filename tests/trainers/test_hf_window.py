@@ -113,6 +113,22 @@ def test_an_error_in_the_backward_of_a_later_call(name: str, number: int, place:
     assert not differences(expected, outcome, 0.0)
 
 
+def test_auto_batch_alone_restores_them_up_to_rounding() -> None:
+    """And says so, which `protect` need not: see the test before."""
+
+    def alone(made: Any) -> Any:
+        made.training_step = oomkit.auto_batch(made.training_step, batch="inputs")
+        return made
+
+    rounded = []
+    for put in alone, protect:
+        wanted = WANTED["once"]()
+        outcome, _, _ = run(dropping, lambda it: failing(put(it), 4, wanted))  # noqa: B023
+        assert outcome.error is None
+        rounded.append(any("up to rounding, not bit for bit" in line for line in outcome.said))
+    assert rounded == [True, False]
+
+
 def once(
     make: Any, number: int, wanted: Any = None, **options: Any
 ) -> tuple[Outcome, Outcome, Any, Any]:
