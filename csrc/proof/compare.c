@@ -48,58 +48,6 @@ proof_overflows(oomkit_proof *p)
     return overflows == NULL ? -1 : overflows == Py_True;
 }
 
-/* As oomkit_proof_compare(). */
-static int
-compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **text)
-{
-    int moved, again;
-
-    do {
-        *text = NULL;
-        if (oomkit_proof_run(p, "parts", cut, count, NULL) < 0 ||
-            proof_ask(p, text) < 0) {
-            return -1;
-        }
-        again = *text == NULL ? 0 : proof_overflows(p);
-        if (again != 0) {
-            Py_CLEAR(*text);
-        }
-        if (again > 0 && oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
-            again = -1;
-        }
-    } while (again > 0);
-    return again < 0 || *text == NULL ? again : proof_twice(p, text);
-}
-
-int
-oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text)
-{
-    oomkit_slice cut[2] = {{p->start, first}, {p->start + first, p->length - first}};
-
-    return compare_cut(p, cut, 2, text);
-}
-
-int
-oomkit_proof_covers(const oomkit_proof *p)
-{
-    return p->start == 0 && p->length == p->call->batch.rows;
-}
-
-int
-oomkit_proof_compare_own(oomkit_proof *p, PyObject **text)
-{
-    return compare_cut(p, p->cut.slices, p->cut.count, text);
-}
-
-int
-oomkit_proof_own_error(const oomkit_call *call)
-{
-    return !call->refused.raised && call->tries.restart == 0 && call->tries.by_step &&
-           PyErr_ExceptionMatches(PyExc_Exception) &&
-           !PyErr_ExceptionMatches(call->st->OomkitError) &&
-           !oomkit_exception_is_oom(call->st);
-}
-
 int
 oomkit_proof_whole_once(oomkit_proof *p, int everything, int *moved)
 {
@@ -144,6 +92,87 @@ whole_by_chance(oomkit_proof *p)
 }
 
 int
+oomkit_proof_kept(oomkit_proof *p, int drawn, int *moved)
+{
+    OWNED PyObject *kept = PyObject_GetAttrString(p->draws, "kept");
+
+    *moved = drawn || kept != Py_True;
+    p->same = *moved ? -1 : p->same;
+    return kept == NULL ? -1 : 0;
+}
+
+/* The parts differ, as proof_ask() has answered: is there another way to cut numbers?
+ * 1, 0 or -1. */
+static int
+proof_turns(const oomkit_proof *p)
+{
+    OWNED PyObject *turns =
+        p->same > 0 ? PyObject_CallMethod(p->draws, "turn", NULL) : Py_NewRef(Py_False);
+
+    return turns == NULL ? -1 : turns == Py_True;
+}
+
+/* As oomkit_proof_compare(). */
+static int
+compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **text)
+{
+    int moved, again;
+
+    do {
+        *text = NULL;
+        if (oomkit_proof_run(p, "parts", cut, count, &moved) < 0 ||
+            (p->same > 0 && oomkit_proof_kept(p, moved, &moved) < 0)) {
+            return -1;
+        }
+        if (moved && !p->by_chance && p->same < 0) { /* coarsely, then */
+            again = whole_by_chance(p) < 0 ? -1 : 1;
+            continue;
+        }
+        if (proof_ask(p, text) < 0) {
+            return -1;
+        }
+        again = *text == NULL ? 0 : proof_turns(p);
+        if (*text != NULL && again == 0 && (again = proof_overflows(p)) > 0 &&
+            oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
+            again = -1;
+        }
+        if (again != 0) {
+            Py_CLEAR(*text);
+        }
+    } while (again > 0);
+    return again < 0 || *text == NULL ? again : proof_twice(p, text);
+}
+
+int
+oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text)
+{
+    oomkit_slice cut[2] = {{p->start, first}, {p->start + first, p->length - first}};
+
+    return compare_cut(p, cut, 2, text);
+}
+
+int
+oomkit_proof_covers(const oomkit_proof *p)
+{
+    return p->start == 0 && p->length == p->call->batch.rows;
+}
+
+int
+oomkit_proof_compare_own(oomkit_proof *p, PyObject **text)
+{
+    return compare_cut(p, p->cut.slices, p->cut.count, text);
+}
+
+int
+oomkit_proof_own_error(const oomkit_call *call)
+{
+    return !call->refused.raised && call->tries.restart == 0 && call->tries.by_step &&
+           PyErr_ExceptionMatches(PyExc_Exception) &&
+           !PyErr_ExceptionMatches(call->st->OomkitError) &&
+           !oomkit_exception_is_oom(call->st);
+}
+
+int
 oomkit_proof_whole(oomkit_proof *p)
 {
     int moved, again;
@@ -151,16 +180,21 @@ oomkit_proof_whole(oomkit_proof *p)
     if (oomkit_proof_whole_once(p, 0, &moved) < 0) {
         return -1;
     }
-    if (moved) {
-        again = oomkit_proof_whole_once(p, 1, &moved);
-        if (again < 0 && oomkit_proof_own_error(p->call)) {
-            oomkit_error_dismiss(); /* it does not work in eval: coarsely, then */
-            moved = 1;
-            again = 0;
-        }
-        if (again < 0 || (moved && whole_by_chance(p) < 0)) {
-            return -1;
-        }
+    if (!moved || p->same > 0) {
+        return 0;
     }
-    return 0;
+    again = oomkit_proof_whole_once(p, 1, &moved);
+    if (again < 0 && oomkit_proof_own_error(p->call)) {
+        oomkit_error_dismiss(); /* it does not work in eval */
+        moved = 1;
+        again = 0;
+    }
+    if (again < 0 || !moved) {
+        return again;
+    }
+    if (p->same == 0) {
+        p->same = 1;
+        return oomkit_proof_whole_once(p, 0, &moved);
+    }
+    return whole_by_chance(p);
 }

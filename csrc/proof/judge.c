@@ -26,7 +26,8 @@ oomkit_proof_judge(oomkit_proof *p)
         p->rule = Py_XNewRef(known->rule);
     }
     p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
-    return p->quieted == NULL ? -1 : 0;
+    p->draws = p->quieted == NULL ? NULL : PyObject_GetAttrString(p->judge, "draws");
+    return p->draws == NULL ? -1 : 0;
 }
 
 int

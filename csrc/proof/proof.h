@@ -17,6 +17,7 @@ typedef struct oomkit_proof {
     PyObject *judge;          /* owned: _proof.Proof */
     PyObject *quieted;        /* owned: its list of what oomkit_proof_loud() puts
                                  back */
+    PyObject *draws;          /* owned: its _proof.Draws */
     PyObject *rule;           /* owned: weights on trial, or NULL */
     PyObject *rules;          /* owned: that a weak comparison lacked, or NULL */
     oomkit_proof_level level; /* of what is shown in the end */
@@ -25,14 +26,16 @@ typedef struct oomkit_proof {
     int own;                  /* these rows were cut as the call's own, no other way */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers */
-    int raw;                  /* gradients are wanted as each backward leaves them */
-    int everything;           /* every module is in eval, not those of chance alone */
-    int by_chance;            /* numbers are drawn all the same: compared coarsely */
-    int moved;                /* ... in the last run without a graph */
-    int unfit;                /* which has run out of memory */
-    int trained;              /* a backward was seen */
-    int unjoined;             /* results of parts of one row could not be joined */
-    uint64_t sequence;        /* of the events of the whole run */
+    int same;          /* parts get the random numbers that their rows have in the
+                          whole; -1 they cannot all */
+    int raw;           /* gradients are wanted as each backward leaves them */
+    int everything;    /* every module is in eval, not those of chance alone */
+    int by_chance;     /* numbers are drawn all the same: compared coarsely */
+    int moved;         /* ... in the last run without a graph */
+    int unfit;         /* which has run out of memory */
+    int trained;       /* a backward was seen */
+    int unjoined;      /* results of parts of one row could not be joined */
+    uint64_t sequence; /* of the events of the whole run */
     int64_t start, length, first;
     int64_t fits;       /* rows of the largest micro-batch */
     int anchored;       /* these rows are to be shown, no others */
@@ -137,6 +140,11 @@ oomkit_proof_covers(const oomkit_proof *p);
 int
 oomkit_proof_compare_own(oomkit_proof *p, PyObject **text);
 
+/* Have parts got the numbers of the whole, where they were to? `drawn`: they drew
+ * others. *moved: not, and no later ones will. 0 or -1. */
+int
+oomkit_proof_kept(oomkit_proof *p, int drawn, int *moved);
+
 /* Was that the step's own error, which another size may not raise? */
 int
 oomkit_proof_own_error(const oomkit_call *call);
@@ -211,6 +219,15 @@ oomkit_proof_loud(oomkit_proof *p);
 int
 oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
                  int64_t count, int *moved);
+
+/* Were random numbers drawn that no part can be given? 1, 0 or -1. */
+int
+oomkit_proof_drew(oomkit_proof *p);
+
+/* Around the slices of a run, where parts get the numbers of the whole: `method` is
+ * "__enter__" or "__exit__". An exception in flight stays. 0 or -1. */
+int
+oomkit_proof_numbers(oomkit_proof *p, const char *method);
 
 /* Puts everything back after a run. Keeps the exception in flight. 0, or -1 with one.
  */

@@ -221,10 +221,10 @@ oomkit_proof_put_back(oomkit_proof *p)
     return 0;
 }
 
-/* Were random numbers drawn? The bytes of torch's CPU generator do not tell: a
- * checkpoint that puts its state back writes some that are never set. 1, 0 or -1. */
-static int
-run_drew(oomkit_proof *p)
+/* The bytes of torch's CPU generator do not tell: a checkpoint that puts its state back
+ * writes some that are never set. */
+int
+oomkit_proof_drew(oomkit_proof *p)
 {
     int moved = oomkit_rng_moved(p->call);
     OWNED PyObject *drew = NULL;
@@ -237,25 +237,21 @@ run_drew(oomkit_proof *p)
         return moved;
     }
     EXEMPT (p->call->st) {
-        drew = PyObject_CallMethod(p->judge, "drew", NULL);
+        drew = PyObject_CallMethod(p->draws, "drew", NULL);
     }
     return drew == NULL ? -1 : drew == Py_True;
 }
 
-/* Where the graph of a whole run is kept from now on: judge.method(). An exception in
- * flight stays. 0 or -1. */
+/* object.method(), with an exception in flight, which stays. 0 or -1. */
 static int
-run_on_host(oomkit_proof *p, int64_t count, const char *method)
+run_ask(const oomkit_proof *p, PyObject *object, const char *method)
 {
+    PyObject *exception =
+        PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
     OWNED PyObject *done = NULL;
-    PyObject *exception; /* owned, given back */
 
-    if (!p->on_host || count > 1 || p->call->device.type == OOMKIT_DEVICE_CPU) {
-        return 0; /* of the CPU: run_is_uncounted() */
-    }
-    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     EXEMPT (p->call->st) {
-        done = PyObject_CallMethod(p->judge, method, NULL);
+        done = PyObject_CallMethod(object, method, NULL);
     }
     if (exception != NULL) {
         if (done == NULL) {
@@ -264,6 +260,17 @@ run_on_host(oomkit_proof *p, int64_t count, const char *method)
         oomkit_exception_give(exception);
     }
     return done == NULL ? -1 : 0;
+}
+
+/* Where the graph of a whole run is kept from now on: judge.method(). An exception in
+ * flight stays. 0 or -1. */
+static int
+run_on_host(oomkit_proof *p, int64_t count, const char *method)
+{
+    if (!p->on_host || count > 1 || p->call->device.type == OOMKIT_DEVICE_CPU) {
+        return 0; /* of the CPU: run_is_uncounted() */
+    }
+    return run_ask(p, p->judge, method);
 }
 
 /* Is the graph of a whole run kept beside what a budget of the CPU counts? Nothing is
@@ -281,6 +288,12 @@ run_is_uncounted(const oomkit_proof *p, int64_t count)
     budget = oomkit_device_budget(call->st, call->device);
     spare = oomkit_host_spare(call->st);
     return budget != OOMKIT_UNKNOWN && spare != OOMKIT_UNKNOWN && budget <= spare / 2;
+}
+
+int
+oomkit_proof_numbers(oomkit_proof *p, const char *method)
+{
+    return p->same > 0 ? run_ask(p, p->draws, method) : 0;
 }
 
 /* 0 or -1. */
@@ -307,13 +320,13 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
                  int64_t count, int *moved)
 {
     oomkit_call *call = p->call;
-    PyObject *marks = oomkit_proof_marks(call); /* owned, as the next two are */
-    PyObject *done = marks == NULL
-                         ? NULL
-                         : PyObject_CallMethod(p->judge, "start", "sO", name, marks);
+    OWNED PyObject *marks = oomkit_proof_marks(call);
+    OWNED PyObject *slices = oomkit_proof_slices(cut, count);
+    PyObject *done = /* owned */
+        marks == NULL || slices == NULL
+            ? NULL
+            : PyObject_CallMethod(p->judge, "start", "sOO", name, slices, marks);
     int status;
-
-    Py_XDECREF(marks);
 
     Py_XDECREF(done);
     if (done == NULL || oomkit_cut_given(call, cut, count) < 0) {
@@ -330,9 +343,10 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (status == 0) {
         status = run_on_host(p, count, "on_host");
     }
-    if (status == 0) {
+    if (status == 0 && (status = oomkit_proof_numbers(p, "enter")) == 0) {
         status = slices_run(p, count);
-        if (run_on_host(p, count, "on_device") < 0) {
+        if (oomkit_proof_numbers(p, "leave") < 0 ||
+            run_on_host(p, count, "on_device") < 0) {
             status = -1;
         }
     }
@@ -350,7 +364,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         p->sequence = oomkit_proof_sequence(call);
     }
     if (status == 0 && moved != NULL) {
-        *moved = run_drew(p);
+        *moved = oomkit_proof_drew(p);
         status = *moved < 0 ? -1 : 0;
     }
     return oomkit_proof_put_back(p) < 0 ? -1 : status;

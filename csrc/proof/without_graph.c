@@ -69,14 +69,20 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
 /* The same without a graph, with its marks; everything is put back. `part` is -1 for
  * the whole. *moved tells whether random numbers were drawn. 0 or -1. */
 static int
-verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
+verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
 {
     oomkit_call *call = p->call;
+    const oomkit_slice whole = {cut[0].start, cut[0].length + cut[1].length};
+    const oomkit_slice *slice = part < 0 ? &whole : &cut[part];
     int result, mode;
 
     if (part < 1) {
+        OWNED PyObject *slices =
+            oomkit_proof_slices(part < 0 ? &whole : cut, part < 0 ? 1 : 2);
         OWNED PyObject *done =
-            PyObject_CallMethod(p->judge, "start", "s", part < 0 ? "whole" : "parts");
+            slices == NULL ? NULL
+                           : PyObject_CallMethod(p->judge, "start", "sO",
+                                                 part < 0 ? "whole" : "parts", slices);
         if (done == NULL) {
             return -1;
         }
@@ -89,13 +95,17 @@ verify_run(oomkit_proof *p, int64_t start, int64_t length, int part, int *moved)
     Py_CLEAR(call->backward.cleared);
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
-        result = verify_call(p, start, length, part);
+        result = oomkit_proof_numbers(p, "enter");
+        if (result == 0) {
+            result = verify_call(p, slice->start, slice->length, part);
+            result = oomkit_proof_numbers(p, "leave") < 0 ? -1 : result;
+        }
         result = oomkit_grad_mode_back(call->st, mode, result);
     } else {
         result = -1;
     }
-    if (result == 0 && moved != NULL) {
-        *moved = oomkit_rng_moved(call);
+    if (result == 0) {
+        *moved = oomkit_proof_drew(p);
         result = *moved < 0 ? -1 : 0;
     }
     return oomkit_proof_put_back(p) < 0 ? -1 : result;
@@ -181,19 +191,40 @@ verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int m
     return answer;
 }
 
+/* The whole and its parts. *moved: random numbers were drawn that the parts were not
+ * given. 0 or -1. */
+static int
+verify_all(oomkit_proof *p, const oomkit_slice *cut, int *moved)
+{
+    int one, two;
+
+    if (verify_run(p, cut, -1, moved) < 0) {
+        return -1;
+    }
+    if (*moved && p->same == 0) {
+        p->same = 1;
+        Py_XSETREF(p->call->cut->verification,
+                   PyObject_CallNoArgs(p->call->st->verification));
+        if (p->call->cut->verification == NULL || verify_run(p, cut, -1, moved) < 0) {
+            return -1;
+        }
+    }
+    if (verify_run(p, cut, 0, &one) < 0 || verify_run(p, cut, 1, &two) < 0) {
+        return -1;
+    }
+    return p->same > 0 ? oomkit_proof_kept(p, one || two, moved) : 0;
+}
+
 /* The three runs, and what they tell. New reference or NULL. */
 static PyObject *
-verify_runs(oomkit_proof *p, int64_t start, const oomkit_slice *cut)
+verify_runs(oomkit_proof *p, const oomkit_slice *cut)
 {
     oomkit_call *call = p->call;
     OWNED PyObject *one = NULL, *two = NULL;
     PyObject *verdict = NULL; /* owned */
     int moved = 0;
 
-    if (verify_shares(p, cut, &one, &two) == 0 &&
-        verify_run(p, start, cut[0].length + cut[1].length, -1, &moved) == 0 &&
-        verify_run(p, cut[0].start, cut[0].length, 0, NULL) == 0 &&
-        verify_run(p, cut[1].start, cut[1].length, 1, NULL) == 0) {
+    if (verify_shares(p, cut, &one, &two) == 0 && verify_all(p, cut, &moved) == 0) {
         verdict = PyObject_CallMethod(call->cut->verification, "judge", "OOOOO",
                                       call->options->label, one, two,
                                       oomkit_losses_are_sums(call) ? Py_True : Py_False,
@@ -263,7 +294,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     if (done != NULL) {
         Py_SETREF(done, PyObject_CallMethod(p->judge, "quiet", "O",
                                             p->everything ? Py_True : Py_False));
-        verdict = done == NULL ? NULL : verify_runs(p, start, cut);
+        verdict = done == NULL ? NULL : verify_runs(p, cut);
         verdict = verify_speak(p, verdict);
     }
     if (oomkit_join_empty(&call->cut->join) < 0) {

@@ -20,6 +20,7 @@ from .. import _C
 from . import values
 from .bounds import Bound, bounds, of_the_batch, order_rows
 from .diagnose import Verification, tolerance
+from .draws import Draws
 from .flows import Flows, hooks
 from .numbers import Numbers
 from .quiet import Quiet
@@ -143,7 +144,7 @@ class Proof:
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = Quiet()
         self._orders = 0  # order_rows(): rows are put in order
-        self._stream = torch.get_rng_state()
+        self.draws = Draws()
         self._runs: dict[str, _Run] = {}
         self._now = ""
         self._host = torch.autograd.graph.save_on_cpu()
@@ -188,10 +189,11 @@ class Proof:
         """Dictionary, name and value of what is to be put back; without one, the name goes."""
         return self._quiet.saved
 
-    def start(self, run: str, marks: list[int] | None = None) -> None:
+    def start(self, run: str, cut: Cut, marks: list[int] | None = None) -> None:
         """The next run: "whole", "whole again", "parts", "raw", "one", "two".
 
         Args:
+            cut: start and length of its slices.
             marks: a number for each parameter that changes when one is written to; None where
                 the engine has none.
         """
@@ -200,11 +202,11 @@ class Proof:
         self._now = run
         self._runs[run] = _Run()
         self._worst = (0.0, "")  # of a run that an error ended
-        self._stream = torch.get_rng_state()
         self._marks = [values.mark(p) for p in self._params] if marks is None else marks
         if run == "parts":
             self._unwritten = {i: values.host(self._params[i]) for i in self._written}
         self._raw = run in ("raw", "one", "two")
+        self.draws.begin(cut, run == "whole")
 
     def hush(self) -> None:
         """No warning of the step's: without a graph there is one that means nothing."""
@@ -223,13 +225,6 @@ class Proof:
     def on_device(self) -> None:
         """The end of that."""
         self._host.__exit__()
-
-    def drew(self) -> bool:
-        """Whether the run has drawn from torch's CPU generator, by what comes next of it."""
-        then, now = torch.Generator(), torch.Generator()
-        then.set_state(self._stream)
-        now.set_state(torch.get_rng_state())
-        return not torch.equal(torch.rand(8, generator=then), torch.rand(8, generator=now))
 
     # --- what it sees inside one ---
 
@@ -336,6 +331,7 @@ class Proof:
         if self._now.startswith("whole"):
             run.results = leaves
         run.each.append(leaves)
+        self.draws.end_slice()
 
     def joined(self, result: Any) -> None:
         """What the caller would get of the parts."""

@@ -302,6 +302,24 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "numbers-of-other-rows",
+        "in a proof a part gets the random numbers of the first rows",
+        "oomkit/_proof/draws.py",
+        "            found = found.narrow(dim, at, part)",
+        "            found = found.narrow(dim, 0, part)",
+        (
+            "proof/test_proof_draws.py::test_numbers_of_rows_are_those_of_the_whole[_diffusion-training]",
+        ),
+    ),
+    Mutant(
+        "random-numbers-hide",
+        "parts that draw random numbers are compared coarsely at once",
+        "csrc/proof/compare.c",
+        "    if (p->same == 0) {",
+        "    if (p->same == 7) {",
+        ("proof/test_proof_draws.py::test_random_numbers_hide_no_coupled_rows[_counts-training]",),
+    ),
+    Mutant(
         "order-over-rows-proves",
         "rows in order, all of one value, prove the next call, where values differ",
         "oomkit/_proof/judge.py",

@@ -407,18 +407,3 @@ def test_one_row_that_fits_alone_is_compared_without_a_graph(
         oomkit.SplitError, match="not the weighted mean of the losses of its parts .2 rows"
     ):
         oomkit.auto_batch(step)(_double()[0], True)
-
-
-def test_random_numbers_that_no_module_draws_make_it_coarse(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A loss with noise of its own is neither refused nor taken for exact; a sum is found out."""
-    caplog.set_level(logging.INFO, logger="oomkit")
-    model, _ = _linear()
-
-    @oomkit.auto_batch(accumulation_steps=2)
-    def step(x: torch.Tensor) -> None:
-        (model(x) + torch.randn(len(x), 3, dtype=x.dtype)).square().mean().backward()
-
-    step(_double(64)[0])
-    assert "a coarse comparison, because the step draws random numbers" in _lines(caplog)[0]

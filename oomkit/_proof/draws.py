@@ -1,0 +1,229 @@
+"""The same random numbers for the same rows, whether they run whole or in parts.
+
+A step that draws random numbers is compared exactly where every part can be given those that its
+rows had in the whole. Draws are counted in the order in which a slice makes them: what is as
+large in a part as in the whole is the same in both; a dimension that shrinks with the rows is
+cut where they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _C
+from .values import host
+
+__all__ = ["Draws"]
+
+# Operators that make nothing but random numbers, by what they are made of besides sizes: a name
+# that ends in _ overwrites its first argument, one that ends in _like takes no more than its
+# shape. All others (an attention with dropout, a permutation of rows) draw anew in each part.
+_MADE = frozenset(
+    "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial "
+    "native_dropout normal normal_ poisson rand rand_like randint randint_like randn randn_like "
+    "random_ _sample_dirichlet _standard_gamma uniform_".split()
+)
+_LIMIT, _HALF = 1e-3, 5e-2  # of probabilities in a part, relative: sums in another order
+
+
+class _Kept:
+    """What the whole has drawn, or what that depended on: a copy on the host."""
+
+    __slots__ = ("taken", "value")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = host(value)
+        self.taken: dict[int, int] = {}  # by dimension: how much of it the first part has had
+
+    def rows(
+        self, shape: torch.Size, start: int, length: int, whole: int, turned: bool
+    ) -> torch.Tensor | None:
+        """What `length` of `whole` rows have of it, or None where their shape does not tell.
+
+        Args:
+            turned: of several values for each row all first ones come first.
+        """
+        found = self.value
+        if len(shape) != found.ndim:
+            return None
+        for dim, (part, every) in enumerate(zip(shape, self.value.shape, strict=True)):
+            if start == 0:
+                self.taken[dim] = part
+            if part == every:
+                continue
+            at, odd = divmod(every * start, whole)
+            if every * length != part * whole or odd:  # as many as a mask has left
+                at = every - part
+                if start == 0:
+                    at = 0
+                elif start + length < whole or self.taken.get(dim) != at:
+                    return None
+            elif turned and every % whole == 0:
+                found = found.unflatten(dim, (every // whole, whole))  # type: ignore[no-untyped-call]
+                found = found.narrow(dim + 1, start, length).flatten(dim, dim + 1)
+                continue
+            found = found.narrow(dim, at, part)
+        return found
+
+
+@dataclasses.dataclass(slots=True)
+class _Drawn:
+    """What the whole has drawn at once."""
+
+    name: str
+    numbers: _Kept
+    given: list[Any]  # what they depend on: tensors are _Kept
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Entered for each run of a proof: what the whole draws, its parts are given.
+
+    `kept` tells whether they all were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = True
+        self._turned = self._several = self._halved = self._gave_up = False
+        self._drawn: list[_Drawn] = []
+        self._cut: list[tuple[int, int]] = []
+        self._whole = (0, 0)
+        self._records = False
+        self._slice = self._next = 0
+        self._stream = torch.get_rng_state()
+
+    def begin(self, cut: list[tuple[int, int]], records: bool) -> None:
+        """A run of slices (start, length).
+
+        Args:
+            records: it is the whole that later runs are given the numbers of.
+        """
+        self._cut, self._records, self._slice, self._next = cut, records, 0, 0
+        self.kept = not self._gave_up
+        self._stream = torch.get_rng_state()
+        if records:
+            self._drawn, self._whole = [], cut[0]
+            self._several = self._halved = False
+
+    def end_slice(self) -> None:
+        """The next slice begins: this one must have drawn as often as the whole."""
+        self.kept &= self._records or self._next == len(self._drawn)
+        self._slice, self._next = self._slice + 1, 0
+
+    def enter(self) -> None:
+        """The slices of a run begin."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """The end of that."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def drew(self) -> bool:
+        """Whether torch's CPU generator has been drawn from since, by what comes next of it."""
+        then, now = torch.Generator(), torch.Generator()
+        then.set_state(self._stream)
+        now.set_state(torch.get_rng_state())
+        return not torch.equal(torch.rand(8, generator=then), torch.rand(8, generator=now))
+
+    def turn(self) -> bool:
+        """Parts differ from the whole: whether that may be due to whom numbers were given, and is
+        to be seen again. Several for each row get another order; for half as many as rows (those of
+        the other half are made of them) there is none, and parts draw their own."""
+        if self._several and not self._turned:
+            self._turned = True
+            return True
+        self._gave_up = self._halved
+        return self._halved
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            name = func.overloadpacket.__name__
+            if name in _MADE and not types:
+                return self._draw(name, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _draw(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        given = _given(name, args)
+        at, self._next = self._next, self._next + 1
+        if self._records:
+            made = func(*args, **kwargs)
+            _C.exempt(lambda: self._drawn.append(_Drawn(name, _Kept(_numbers(made)), _kept(given))))
+            return made
+        drawn = self._drawn[at] if at < len(self._drawn) else None
+        device = _device(args, kwargs)
+        if (
+            not self.kept
+            or drawn is None
+            or drawn.name != name
+            or device.type not in ("cpu", "cuda")
+            or not self._alike(given, drawn.given)
+        ):
+            self.kept = False
+            return func(*args, **kwargs)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            made = func(*args, **kwargs)
+        numbers = _numbers(made)
+        rows = self._rows(drawn.numbers, numbers.shape)
+        if rows is None or rows.dtype != numbers.dtype:
+            self.kept = False
+            return made
+        numbers.copy_(rows)
+        if name == "native_dropout":
+            torch.mul(args[0], numbers, out=made[0]).div_(1.0 - args[1])
+        return made
+
+    def _rows(self, kept: _Kept, shape: torch.Size) -> torch.Tensor | None:
+        start, length = self._cut[self._slice]
+        first, whole = self._whole
+        for part, every in zip(shape, kept.value.shape, strict=False):
+            self._several |= every > whole and every % whole == 0
+            self._halved |= part != every and abs(2 * every - whole) <= 2
+        return kept.rows(shape, start - first, length, whole, self._turned)
+
+    def _alike(self, given: list[Any], was: list[Any]) -> bool:
+        """Whether a part draws from what the whole drew from."""
+        if len(given) != len(was):
+            return False
+        for one, kept in zip(given, was, strict=True):
+            if not isinstance(one, torch.Tensor):
+                if one != kept:
+                    return False
+                continue
+            rows = self._rows(kept, one.shape) if isinstance(kept, _Kept) else None
+            if rows is None or not _close(rows, host(one)):
+                return False
+        return True
+
+
+def _numbers(made: Any) -> torch.Tensor:
+    """Of what an operator returns: the mask of a dropout."""
+    found: torch.Tensor = made[1] if isinstance(made, tuple) else made
+    return found
+
+
+def _given(name: str, args: tuple[Any, ...]) -> list[Any]:
+    """What the numbers depend on, but for how many they are."""
+    by_shape = name.endswith(("_", "_like")) or name == "native_dropout"
+    return [each for each in args[by_shape:] if not isinstance(each, (list, tuple))]
+
+
+def _kept(given: list[Any]) -> list[Any]:
+    return [_Kept(each) if isinstance(each, torch.Tensor) else each for each in given]
+
+
+def _device(args: tuple[Any, ...], kwargs: Any) -> torch.device:
+    of_tensors = [each.device for each in args if isinstance(each, torch.Tensor)]
+    return torch.device([*of_tensors, kwargs.get("device") or "cpu"][0])
+
+
+def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    limit = _LIMIT if one.dtype in (torch.float32, torch.float64) else _HALF
+    size = float(one.abs().max()) if one.numel() else 0.0
+    return torch.allclose(one.double(), two.double(), rtol=limit, atol=limit * size)

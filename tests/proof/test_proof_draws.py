@@ -1,0 +1,209 @@
+"""Steps that draw random numbers: parts get those that their rows have in the whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributions, nn
+from torch.utils.checkpoint import checkpoint
+
+import oomkit
+from oomkit.testing import inject_oom
+
+Loss = Callable[[nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _autoencoder(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    mean, log_variance = model(x).chunk(2, dim=1)
+    code = mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
+    return (code.square() + log_variance.exp() - log_variance).sum(1).mean()
+
+
+def _diffusion(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    share = (torch.randint(0, 10, (len(x),)) / 10)[:, None]
+    noise = torch.randn_like(x)
+    return (model(x * share + noise * (1 - share)) - noise[:, :4]).square().mean()
+
+
+def _policy(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    choices = distributions.Categorical(logits=model(x))
+    taken = choices.sample()
+    return -(choices.log_prob(taken) * (taken - 1.5)).mean()
+
+
+def _beta(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    one, two = (F.softplus(model(x)) + 0.1).chunk(2, dim=1)
+    return distributions.Beta(one, two).rsample().mean()
+
+
+def _dropout(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(F.dropout(x, 0.3, training=True)), y)
+
+
+def _native_dropout(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(torch.native_dropout(model(x), 0.3, True)[0], y)
+
+
+def _second_dimension(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x)[None] + torch.randn(3, len(x), 4)).square().mean()
+
+
+def _several(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x.repeat_interleave(3, 0)) + torch.randn(3 * len(x), 4)).square().mean()
+
+
+def _several_at_the_end(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = model(x.repeat(3, 1)) + torch.randn(3 * len(x), 4)
+    return out.view(3, len(x), 4).square().mean()
+
+
+def _of_weights(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weight = model.weight + 0.3 * torch.randn_like(model.weight)
+    return F.cross_entropy(F.linear(x, weight, model.bias), y)
+
+
+def _of_some_rows(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    noise = torch.zeros(len(x), 4)
+    noise[y > 0] = torch.randn(int((y > 0).sum()), 4)
+    return (model(x) + noise).square().mean()
+
+
+def _checkpoint(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return (model(x) + torch.randn(len(x), 4)).square().mean()
+
+    value: torch.Tensor = checkpoint(part, x, use_reentrant=False)
+    return value
+
+
+ROWS = [
+    _autoencoder,
+    _diffusion,
+    _policy,
+    _beta,
+    _dropout,
+    _native_dropout,
+    _second_dimension,
+    _several,
+    _several_at_the_end,
+    _of_weights,
+    _of_some_rows,
+    _checkpoint,
+]
+
+
+def _mixed(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    order = torch.randperm(len(x))
+    out = model(0.7 * x + 0.3 * x[order])
+    return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y[order])
+
+
+def _of_numpy(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) + torch.from_numpy(np.random.randn(len(x), 4)).float()).square().mean()
+
+
+def _of_a_function(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.rrelu(model(x), training=True).square().mean()
+
+
+def _antithetic(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    share = torch.rand(len(x) // 2 + 1)
+    share = 1 + 0.1 * torch.cat([share, 1 - share])[: len(x), None]
+    return model(x * share).square().mean()
+
+
+def _counts(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x + 1e-9 * torch.randn_like(x))[y > 0], y[y > 0])
+
+
+def _advantages(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    choices = distributions.Categorical(logits=model(x))
+    taken = choices.sample()
+    reward = (taken == y).float()
+    return -(choices.log_prob(taken) * (reward - reward.mean())).mean()
+
+
+def _standardised(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = model(x + 0.1 * torch.randn_like(x))
+    return F.cross_entropy((out - out.mean(0)) / (out.std(0) + 1e-3), y)
+
+
+def _as_wide_as_its_rows(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) + torch.randn(len(x), 4) * model(x).detach().std()).square().mean()
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "proved the split" in r.getMessage()]
+
+
+def _run(loss: Loss, seed: int, trains: bool = True) -> oomkit.StepRecord:
+    """One call that fails once in its backward, or in its forward where nothing trains."""
+    print("seed", seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    model = nn.Linear(6, 4)
+
+    @oomkit.auto_batch(model=model)
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        value = loss(model, x, y)
+        if trains:
+            value.backward()
+        return value.detach()
+
+    x, y = torch.randn(16, 6), torch.randint(4, (16,))
+    phase = "backward" if trains else "forward"
+    with torch.set_grad_enabled(trains), inject_oom(nth=2, phase=phase):
+        step(x, y)
+    return step.records[-1]
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("loss", ROWS)
+def test_numbers_of_rows_are_those_of_the_whole(
+    loss: Loss, trains: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="oomkit")
+    for seed in range(3):
+        assert _run(loss, seed, trains).accumulation_steps == 2
+        assert _lines(caplog) and not any("coarse" in line for line in _lines(caplog))
+        caplog.clear()
+
+
+@pytest.mark.parametrize("loss", [_mixed, _of_numpy, _of_a_function, _antithetic])
+def test_other_numbers_are_compared_coarsely(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
+    """A permutation of rows is another one for fewer rows; numpy and some functions draw by
+    themselves; what is drawn for half of the rows is no row's."""
+    caplog.set_level(logging.INFO, logger="oomkit")
+    assert _run(loss, 2).accumulation_steps == 2
+    assert "a coarse comparison" in "".join(_lines(caplog))
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("loss", [_counts, _advantages, _standardised, _as_wide_as_its_rows])
+def test_random_numbers_hide_no_coupled_rows(loss: Loss, trains: bool) -> None:
+    for seed in range(6):
+        with pytest.raises(oomkit.SplitError):
+            _run(loss, seed, trains)
+
+
+def test_the_streams_go_on_as_if_nothing_had_been_proven() -> None:
+    """Numbers of a call's own micro-batches are their own, one after the other."""
+    seen: list[torch.Tensor] = []
+
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(len(x), 4)
+        seen.append(noise)
+        return (model(x) + noise).square().mean()
+
+    _run(loss, 1)
+    last = torch.cat(seen[-2:])
+    assert not torch.equal(last[:8], last[8:])
+    torch.manual_seed(1)
+    nn.Linear(6, 4), torch.randn(16, 6), torch.randint(4, (16,))
+    torch.testing.assert_close(last[:8], torch.randn(8, 4), rtol=0, atol=0)
+    torch.testing.assert_close(last[8:], torch.randn(8, 4), rtol=0, atol=0)
