@@ -238,33 +238,6 @@ rng_same(oomkit_state *st, PyObject *before, PyObject *now)
                                       : oomkit_stream_equal(st, before, now);
 }
 
-/* numpy's state is a tuple of plain values and one array. 1 same, 0 not, -1 error. */
-static int
-rng_same_numpy(PyObject *before, PyObject *now)
-{
-    Py_ssize_t i;
-    int same = PyTuple_Check(before) && PyTuple_Check(now) &&
-               PyTuple_GET_SIZE(before) == PyTuple_GET_SIZE(now);
-
-    for (i = 0; same == 1 && i < PyTuple_GET_SIZE(before); i++) {
-        PyObject *a = PyTuple_GET_ITEM(before, i); /* borrowed */
-        PyObject *b = PyTuple_GET_ITEM(now, i);    /* borrowed */
-        OWNED PyObject *one = NULL, *two = NULL;
-        int array = oomkit_has_attribute_string(a, "tobytes");
-        if (array < 0) {
-            return -1;
-        }
-        if (array == 0) {
-            same = PyObject_RichCompareBool(a, b, Py_EQ);
-            continue;
-        }
-        one = PyObject_CallMethod(a, "tobytes", NULL);
-        two = one ? PyObject_CallMethod(b, "tobytes", NULL) : NULL;
-        same = two == NULL ? -1 : PyObject_RichCompareBool(one, two, Py_EQ);
-    }
-    return same;
-}
-
 /* The streams of Python and numpy. 1 same, 0 not, -1 error. */
 static int
 rng_same_libraries(const oomkit_rng *rng)
@@ -278,7 +251,7 @@ rng_same_libraries(const oomkit_rng *rng)
     }
     if (same == 1 && rng->numpy_state != NULL) {
         OWNED PyObject *now = rng_library_call("numpy.random", "get_state", NULL);
-        same = now == NULL ? -1 : rng_same_numpy(rng->numpy_state, now);
+        same = now == NULL ? -1 : oomkit_streams_equal(rng->numpy_state, now);
     }
     return same;
 }

@@ -58,19 +58,30 @@ stream_set(oomkit_state *st, PyObject *stream, PyObject *state)
     return done == NULL ? -1 : 0;
 }
 
-/* 1 the same, 0 not or not known, -1. */
+int
+oomkit_streams_equal(PyObject *was, PyObject *now)
+{
+    OWNED PyObject *pickle =
+        PyImport_ImportModule("pickle"); /* it copies arrays, too */
+    OWNED PyObject *one =
+        pickle == NULL ? NULL : PyObject_CallMethod(pickle, "dumps", "(O)", was);
+    OWNED PyObject *two =
+        one == NULL ? NULL : PyObject_CallMethod(pickle, "dumps", "(O)", now);
+
+    if (two == NULL && PyErr_ExceptionMatches(PyExc_Exception) &&
+        !PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        PyErr_Clear(); /* a generator of somebody's own, whose state has no copy */
+        return 0;
+    }
+    return two == NULL ? -1 : PyObject_RichCompareBool(one, two, Py_EQ);
+}
+
+/* 1 the same, 0 not, -1. */
 static int
 stream_same(oomkit_state *st, PyObject *was, PyObject *now)
 {
-    int same = oomkit_tensor_check(st, was) ? oomkit_stream_equal(st, was, now)
-                                            : PyObject_RichCompareBool(was, now, Py_EQ);
-
-    if (same < 0 && PyErr_ExceptionMatches(PyExc_Exception) &&
-        !PyErr_ExceptionMatches(PyExc_MemoryError)) {
-        PyErr_Clear(); /* arrays in it */
-        same = 0;
-    }
-    return same;
+    return oomkit_tensor_check(st, was) ? oomkit_stream_equal(st, was, now)
+                                        : oomkit_streams_equal(was, now);
 }
 
 int

@@ -186,6 +186,9 @@ oomkit_streams_restore(oomkit_state *st, const oomkit_rng *rng);
 /* 1 none has moved, 0, or -1. */
 int
 oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng);
+/* Of two states, which may hold arrays: 1 they are equal, 0 not or not known, -1. */
+int
+oomkit_streams_equal(PyObject *was, PyObject *now);
 
 /* --- rollback.c --- */
 /* The same as oomkit_savepoint_restore, outside the budget and tried again where

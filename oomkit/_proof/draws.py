@@ -3,12 +3,19 @@
 A step that draws random numbers is compared exactly where every part can be given those that its
 rows had in the whole. Draws are counted in the order in which a slice makes them: what is as
 large in a part as in the whole is the same in both; a dimension that shrinks with the rows is
-cut where they are.
+cut where they are. Python's and numpy's streams begin again for each part, and must end where they
+ended in the whole: what is drawn for each row by them is not known.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import pickle
+import random
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -95,6 +102,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._records = False
         self._slice = self._next = 0
         self._stream = torch.get_rng_state()
+        self._entered = False
+        self._before = self._after = b""  # the whole, Python's and numpy's streams
 
     def begin(self, cut: list[tuple[int, int]], records: bool) -> None:
         """A run of slices (start, length).
@@ -111,15 +120,32 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end_slice(self) -> None:
         """The next slice begins: this one must have drawn as often as the whole."""
-        self.kept &= self._records or self._next == len(self._drawn)
+        if self._entered and self._records:
+            self._after = _streams()
+        elif self._entered:
+            self.kept &= self._next == len(self._drawn) and self._after in (
+                self._before,
+                _streams(),
+            )
+            self._begin_again()
         self._slice, self._next = self._slice + 1, 0
+
+    def _begin_again(self) -> None:
+        if self._after != self._before:
+            _set_streams(self._before)
 
     def enter(self) -> None:
         """The slices of a run begin."""
+        if self._records:
+            self._before = _streams()
+        else:
+            self._begin_again()
+        self._entered = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """The end of that."""
+        self._entered = False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def drew(self) -> bool:
@@ -167,7 +193,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self.kept = False
             return func(*args, **kwargs)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with _unmoved(device, args, kwargs):
             made = func(*args, **kwargs)
         numbers = _numbers(made)
         rows = self._rows(drawn.numbers, numbers.shape)
@@ -192,6 +218,10 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(given) != len(was):
             return False
         for one, kept in zip(given, was, strict=True):
+            if isinstance(one, float) and isinstance(kept, float):
+                if not math.isclose(one, kept, rel_tol=_LIMIT):
+                    return False
+                continue
             if not isinstance(one, torch.Tensor):
                 if one != kept:
                     return False
@@ -200,6 +230,30 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if rows is None or not _close(rows, host(one)):
                 return False
         return True
+
+
+def _streams() -> bytes:
+    """The state of Python's stream and of numpy's."""
+    numpy = sys.modules.get("numpy")
+    return pickle.dumps((random.getstate(), numpy and numpy.random.get_state()))
+
+
+def _set_streams(state: bytes) -> None:
+    of_python, of_numpy = pickle.loads(state)
+    random.setstate(of_python)
+    if of_numpy:
+        sys.modules["numpy"].random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
+def _unmoved(device: torch.device, args: tuple[Any, ...], kwargs: Any) -> Iterator[None]:
+    """Streams go back to where they are: numbers are drawn for their shape alone."""
+    given = [g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator)]
+    states = [g.get_state() for g in given]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    for generator, state in zip(given, states, strict=True):
+        generator.set_state(state)
 
 
 def _numbers(made: Any) -> torch.Tensor:

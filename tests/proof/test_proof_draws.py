@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -81,7 +82,21 @@ def _checkpoint(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
     return value
 
 
+def _of_python_and_numpy(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.flip(1) if random.random() < 0.5 else x
+    return F.cross_entropy(model(x * np.random.rand()), y)
+
+
+OWN = torch.Generator()
+
+
+def _of_an_own_generator(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) + torch.randn(len(x), 4, generator=OWN)).square().mean()
+
+
 ROWS = [
+    _of_python_and_numpy,
+    _of_an_own_generator,
     _autoencoder,
     _diffusion,
     _policy,
@@ -121,6 +136,10 @@ def _counts(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x + 1e-9 * torch.randn_like(x))[y > 0], y[y > 0])
 
 
+def _counts_by_python(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x * (1 + random.random()))[y > 0], y[y > 0])
+
+
 def _advantages(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     choices = distributions.Categorical(logits=model(x))
     taken = choices.sample()
@@ -146,6 +165,8 @@ def _run(loss: Loss, seed: int, trains: bool = True) -> oomkit.StepRecord:
     print("seed", seed)
     torch.manual_seed(seed)
     np.random.seed(seed)
+    random.seed(seed)
+    OWN.manual_seed(seed)
     model = nn.Linear(6, 4)
 
     @oomkit.auto_batch(model=model)
@@ -184,7 +205,9 @@ def test_other_numbers_are_compared_coarsely(loss: Loss, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("loss", [_counts, _advantages, _standardised, _as_wide_as_its_rows])
+@pytest.mark.parametrize(
+    "loss", [_counts, _counts_by_python, _advantages, _standardised, _as_wide_as_its_rows]
+)
 def test_random_numbers_hide_no_coupled_rows(loss: Loss, trains: bool) -> None:
     for seed in range(6):
         with pytest.raises(oomkit.SplitError):
