@@ -1,6 +1,8 @@
 /* The comparison that a proof is made of: a slice whole, and in two parts. */
 #include "proof.h"
 
+#define CHANCES 2 /* wholes with other random numbers */
+
 /* judge.verdict(): *text (owned) is what differs, NULL for nothing. 0 or -1. */
 static int
 proof_ask(oomkit_proof *p, PyObject **text)
@@ -74,21 +76,21 @@ static int
 whole_by_chance(oomkit_proof *p)
 {
     const oomkit_slice whole = {p->start, p->length};
-    OWNED PyObject *done = NULL;
-    int moved;
+    int moved, result = oomkit_proof_whole_once(p, 0, &moved);
 
-    if (oomkit_proof_whole_once(p, 0, &moved) < 0) {
-        return -1;
-    }
-    p->draw = 1;
     p->by_chance = 1;
-    if (oomkit_proof_run(p, "whole by chance", &whole, 1, NULL) == 0) {
-        EXEMPT (p->call->st) {
-            done = PyObject_CallMethod(p->judge, "chance", NULL);
+    for (p->draw = 1; result == 0 && p->draw <= CHANCES; p->draw++) {
+        OWNED PyObject *done = NULL;
+        result = oomkit_proof_run(p, "whole by chance", &whole, 1, NULL);
+        if (result == 0) {
+            EXEMPT (p->call->st) {
+                done = PyObject_CallMethod(p->judge, "chance", NULL);
+            }
+            result = done == NULL ? -1 : 0;
         }
     }
     p->draw = 0;
-    return done == NULL ? -1 : 0;
+    return result;
 }
 
 int

@@ -25,7 +25,7 @@ typedef struct oomkit_proof {
     int on_host;              /* the graph of a whole run is kept in host memory */
     int own;                  /* these rows were cut as the call's own, no other way */
     int no_parts;             /* the step raises errors of its own on any part */
-    int draw;                 /* the next run is to have other random numbers */
+    int draw;                 /* the next run is to have other random numbers: which */
     int same;          /* parts get the random numbers that their rows have in the
                           whole; -1 they cannot all */
     int raw;           /* gradients are wanted as each backward leaves them */

@@ -315,6 +315,19 @@ slices_run(oomkit_proof *p, int64_t count)
     return status;
 }
 
+/* All random streams move on, so that the run has other numbers. 0 or -1. */
+static int
+run_draw(oomkit_proof *p)
+{
+    OWNED PyObject *streams = oomkit_rng_streams(p->call);
+    OWNED PyObject *done =
+        streams == NULL
+            ? NULL
+            : PyObject_CallMethod(p->draws, "shift", "Oi", streams, p->draw);
+
+    return done == NULL ? -1 : 0;
+}
+
 int
 oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
                  int64_t count, int *moved)
@@ -336,9 +349,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     call->tries.by_step = 0; /* of an attempt before */
     status = oomkit_savepoint_take(call);
     if (status == 0 && p->draw) {
-        done = PyObject_CallMethod(p->judge, "draw", NULL);
-        status = done == NULL ? -1 : 0;
-        Py_XDECREF(done);
+        status = run_draw(p);
     }
     if (status == 0) {
         status = run_on_host(p, count, "on_host");

@@ -127,3 +127,21 @@ oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng)
     }
     return 1;
 }
+
+PyObject *
+oomkit_rng_streams(const oomkit_call *call)
+{
+    oomkit_memo *const memos[] = {call->entry.rng.others, call->entry.rng.streams};
+    PyObject *found = PyList_New(0); /* owned, returned */
+    size_t i;
+
+    for (i = 0; found != NULL && i < Py_ARRAY_LENGTH(memos); i++) {
+        EACH_MEMO (stream, memos[i]) {
+            if (PyList_Append(found, stream.object) < 0) {
+                Py_CLEAR(found);
+                break;
+            }
+        }
+    }
+    return found;
+}

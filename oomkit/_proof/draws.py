@@ -155,6 +155,25 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         now.set_state(torch.get_rng_state())
         return not torch.equal(torch.rand(8, generator=then), torch.rand(8, generator=now))
 
+    @staticmethod
+    def shift(streams: list[Any], times: int) -> None:
+        """What is drawn next is something else: streams go back as all else does.
+
+        Args:
+            streams: generators besides the default ones.
+            times: which time this is, from 1 on.
+        """
+        torch.rand(7 * times)
+        if torch.cuda.is_available():
+            torch.rand(7 * times, device="cuda")
+        numpy = sys.modules.get("numpy")
+        for stream in [random, *([numpy.random] if numpy else []), *streams]:
+            for _ in range(times):
+                if isinstance(stream, torch.Generator):
+                    torch.rand(7, generator=stream, device=stream.device)
+                elif hasattr(stream, "random"):
+                    stream.random()
+
     def turn(self) -> bool:
         """Parts differ from the whole: whether that may be due to whom numbers were given, and is
         to be seen again. Several for each row get another order; for half as many as rows (those of

@@ -154,7 +154,8 @@ class Proof:
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
         self._made = ""
-        self._chance = 0.0  # what random numbers alone change, relative
+        self._chance = 0.0  # what random numbers alone change, relative, and some more
+        self._by_chance: list[dict[str, Any]] = []  # results of the whole with other numbers
         # Parameters that the step itself has written to, as the whole leaves them and before.
         self._marks: list[Any] = []
         self._moved_now: list[int] = []
@@ -199,6 +200,7 @@ class Proof:
         """
         if run == "whole":
             self._runs.clear()
+            self._by_chance = []
         self._now = run
         self._runs[run] = _Run()
         self._worst = (0.0, "")  # of a run that an error ended
@@ -455,8 +457,7 @@ class Proof:
             if i in entry:  # sums on top of it are rounded to it
                 limit += self._limit * _CANCELS * values.norm(entry[i])
             if self.noise:
-                gap = abs(one - two)
-                limit = max(0.75, self._chance) * max(one, two) + self._limit * largest
+                limit += self._chance * max(one, two) + self._limit * largest
             if not gap <= limit:
                 wrong.append((gap / (scale or 1.0), i))
             if one > 0.0 and i in made:
@@ -514,22 +515,22 @@ class Proof:
             f" at {made.name}",
         )
 
-    def draw(self) -> None:
-        """Before a run that is to have other random numbers: it goes back as all else does."""
-        torch.rand(7)
-        if torch.cuda.is_available():
-            torch.rand(7, device="cuda")
-
     def chance(self) -> None:
         """How much of a result is chance: the whole beside itself with other numbers."""
         whole, other = self._runs["whole"], self._runs["whole by chance"]
         self.noise = True
+        self._by_chance.append(other.results)
+        seen = {}
         for i in {*whole.gradients, *other.gradients}:
             one, two = whole.gradients.get(i), other.gradients.get(i)
             size = max([values.norm(g) for g in (one, two) if g is not None], default=0.0)
             gap = values.apart(one, two) if one is not None and two is not None else size
             if size > 0.0 and math.isfinite(gap):
-                self._chance = max(self._chance, gap / size)
+                seen[i] = size, gap
+        largest = max((size for size, _ in seen.values()), default=0.0)
+        for size, gap in seen.values():
+            if size > _CANCELS * largest:
+                self._chance = max(self._chance, _FARTHER * gap / size)
         for one_, two_ in zip(whole.losses[:1], other.losses[:1], strict=False):
             for a, b in zip(one_, two_, strict=False):
                 if a != b:
@@ -569,7 +570,8 @@ class Proof:
         return _VALUE[torch.float64 if exact else torch.float32]
 
     def _compare_results(self, whole: _Run, made: _Run) -> None:
-        again = self._runs.get("whole by chance" if self.noise else "whole again")
+        again = self._runs.get("whole again")
+        others = [again.results] if again else self._by_chance if self.noise else []
         for place, one in whole.results.items():
             two = made.results.get(place)
             if two is None or (
@@ -586,9 +588,11 @@ class Proof:
                 and self._has_gradient()
             ):
                 continue  # the loss of a backward, whose gradients are compared
-            chance = 0.0 if again is None else values.gap(one, again.results.get(place))
+            chance = max((values.gap(one, each.get(place)) for each in others), default=0.0)
             if chance > limit and (gap < math.inf or chance == math.inf):
                 continue  # a time, say: the whole step does not give it twice
+            if self.noise and gap <= _FARTHER * chance:
+                continue
             self.volatile = self.volatile and again is None
             what = values.shown(two, one) if gap < math.inf else values.shapes(two, one)
             self._fail(gap, f"{place} of the joined parts is {what}")

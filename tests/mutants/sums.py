@@ -320,6 +320,14 @@ MUTANTS = [
         ("proof/test_proof_draws.py::test_random_numbers_hide_no_coupled_rows[_counts-training]",),
     ),
     Mutant(
+        "chance-explains-all",
+        "a coarse comparison is as wide as three quarters of a gradient",
+        "oomkit/_proof/judge.py",
+        "limit += self._chance * max(one, two) + self._limit * largest",
+        "limit += 0.75 * max(one, two) + self._limit * largest",
+        ("proof/test_proof_draws.py::test_a_coarse_bound_is_as_narrow_as_chance",),
+    ),
+    Mutant(
         "order-over-rows-proves",
         "rows in order, all of one value, prove the next call, where values differ",
         "oomkit/_proof/judge.py",

@@ -160,7 +160,9 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "proved the split" in r.getMessage()]
 
 
-def _run(loss: Loss, seed: int, trains: bool = True) -> oomkit.StepRecord:
+def _run(
+    loss: Loss, seed: int, trains: bool = True, y: torch.Tensor | None = None
+) -> oomkit.StepRecord:
     """One call that fails once in its backward, or in its forward where nothing trains."""
     print("seed", seed)
     torch.manual_seed(seed)
@@ -176,7 +178,8 @@ def _run(loss: Loss, seed: int, trains: bool = True) -> oomkit.StepRecord:
             value.backward()
         return value.detach()
 
-    x, y = torch.randn(16, 6), torch.randint(4, (16,))
+    x = torch.randn(16, 6)
+    y = torch.randint(4, (16,)) if y is None else y
     phase = "backward" if trains else "forward"
     with torch.set_grad_enabled(trains), inject_oom(nth=2, phase=phase):
         step(x, y)
@@ -212,6 +215,25 @@ def test_random_numbers_hide_no_coupled_rows(loss: Loss, trains: bool) -> None:
     for seed in range(6):
         with pytest.raises(oomkit.SplitError):
             _run(loss, seed, trains)
+
+
+def test_a_coarse_bound_is_as_narrow_as_chance() -> None:
+    """An order of rows that makes no difference hides none, either."""
+
+    def shuffled(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        order = torch.randperm(len(x))
+        return F.cross_entropy(model(x[order]), y[order])
+
+    def counts(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        order = torch.randperm(len(x))
+        x, y = x[order], y[order]
+        return F.cross_entropy(model(x)[y > 0], y[y > 0])
+
+    y = torch.tensor([1, 2, 1, 3, 2, 0, 1, 0] * 2)  # of 5 and 3 rows 5 and 1 count
+    for seed in range(6):
+        assert _run(shuffled, seed, y=y).accumulation_steps == 2
+        with pytest.raises(oomkit.SplitError):
+            _run(counts, seed, y=y)
 
 
 def test_the_streams_go_on_as_if_nothing_had_been_proven() -> None:
