@@ -57,6 +57,7 @@ oomkit_proof_whole_once(oomkit_proof *p, int everything, int *moved)
     int again;
 
     p->everything = everything;
+    p->by_chance = 0;
     do {
         OWNED PyObject *done = NULL;
         EXEMPT (p->call->st) {
@@ -93,13 +94,42 @@ whole_by_chance(oomkit_proof *p)
     return result;
 }
 
+/* A coarse comparison has passed: does the step draw no numbers in eval mode, so that
+ * it is compared exactly there? What it does in training alone has been compared
+ * already. 1; 0, and the whole has run by chance again; -1. */
+static int
+whole_in_eval(oomkit_proof *p)
+{
+    int moved, result = oomkit_proof_whole_once(p, 1, &moved);
+
+    if (result < 0 && oomkit_proof_own_error(p->call)) {
+        oomkit_error_dismiss(); /* it does not work in eval */
+        moved = 1;
+    } else if (result < 0) {
+        return -1;
+    }
+    p->numbers = moved ? OOMKIT_NUMBERS_CHANCE : OOMKIT_NUMBERS_QUIET;
+    return moved ? whole_by_chance(p) : 1;
+}
+
+int
+oomkit_proof_whole_again(oomkit_proof *p)
+{
+    int moved;
+
+    return p->by_chance ? whole_by_chance(p)
+                        : oomkit_proof_whole_once(p, p->everything, &moved);
+}
+
 int
 oomkit_proof_kept(oomkit_proof *p, int drawn, int *moved)
 {
     OWNED PyObject *kept = PyObject_GetAttrString(p->draws, "kept");
 
     *moved = drawn || kept != Py_True;
-    p->same = *moved ? -1 : p->same;
+    if (*moved) {
+        p->numbers = OOMKIT_NUMBERS_OTHER;
+    }
     return kept == NULL ? -1 : 0;
 }
 
@@ -108,8 +138,9 @@ oomkit_proof_kept(oomkit_proof *p, int drawn, int *moved)
 static int
 proof_turns(const oomkit_proof *p)
 {
-    OWNED PyObject *turns =
-        p->same > 0 ? PyObject_CallMethod(p->draws, "turn", NULL) : Py_NewRef(Py_False);
+    OWNED PyObject *turns = p->numbers == OOMKIT_NUMBERS_SAME
+                                ? PyObject_CallMethod(p->draws, "turn", NULL)
+                                : Py_NewRef(Py_False);
 
     return turns == NULL ? -1 : turns == Py_True;
 }
@@ -122,20 +153,28 @@ compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **
 
     do {
         *text = NULL;
-        if (oomkit_proof_run(p, "parts", cut, count, &moved) < 0 ||
-            (p->same > 0 && oomkit_proof_kept(p, moved, &moved) < 0)) {
+        if (oomkit_proof_run(p, "parts", cut, count, &moved) < 0) {
             return -1;
         }
-        if (moved && !p->by_chance && p->same < 0) { /* coarsely, then */
-            again = whole_by_chance(p) < 0 ? -1 : 1;
-            continue;
+        if (p->numbers == OOMKIT_NUMBERS_SAME) {
+            if (oomkit_proof_kept(p, moved, &moved) < 0) {
+                return -1;
+            }
+            if (moved) {
+                again = whole_by_chance(p) < 0 ? -1 : 1;
+                continue;
+            }
         }
         if (proof_ask(p, text) < 0) {
             return -1;
         }
-        again = *text == NULL ? 0 : proof_turns(p);
-        if (*text != NULL && again == 0 && (again = proof_overflows(p)) > 0 &&
-            oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
+        if (*text == NULL) {
+            again = p->numbers == OOMKIT_NUMBERS_OTHER ? whole_in_eval(p) : 0;
+            continue;
+        }
+        again = proof_turns(p);
+        if (again == 0 && (again = proof_overflows(p)) > 0 &&
+            oomkit_proof_whole_again(p) < 0) {
             again = -1;
         }
         if (again != 0) {
@@ -177,26 +216,21 @@ oomkit_proof_own_error(const oomkit_call *call)
 int
 oomkit_proof_whole(oomkit_proof *p)
 {
-    int moved, again;
+    int moved;
 
     if (oomkit_proof_whole_once(p, 0, &moved) < 0) {
         return -1;
     }
-    if (!moved || p->same > 0) {
+    if (!moved || p->numbers == OOMKIT_NUMBERS_SAME) {
         return 0;
     }
-    again = oomkit_proof_whole_once(p, 1, &moved);
-    if (again < 0 && oomkit_proof_own_error(p->call)) {
-        oomkit_error_dismiss(); /* it does not work in eval */
-        moved = 1;
-        again = 0;
-    }
-    if (again < 0 || !moved) {
-        return again;
-    }
-    if (p->same == 0) {
-        p->same = 1;
+    if (p->numbers == OOMKIT_NUMBERS_NONE) {
+        p->numbers = OOMKIT_NUMBERS_SAME;
         return oomkit_proof_whole_once(p, 0, &moved);
+    }
+    if (p->numbers == OOMKIT_NUMBERS_QUIET &&
+        (oomkit_proof_whole_once(p, 1, &moved) < 0 || !moved)) {
+        return PyErr_Occurred() ? -1 : 0;
     }
     return whole_by_chance(p);
 }

@@ -242,7 +242,7 @@ search_holds(oomkit_proof *p)
     const oomkit_slice found = {p->start, p->length};
     const int64_t first = p->first;
     OWNED PyObject *text = NULL;
-    int place, moved, holds = 0;
+    int place, holds = 0;
 
     if (proof_is_weak(p)) {
         place = weak_compare(p, &text);
@@ -261,8 +261,7 @@ search_holds(oomkit_proof *p)
         p->start = found.start;
         p->length = found.length;
         p->first = first;
-        if (!holds && !proof_is_weak(p) &&
-            oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
+        if (!holds && !proof_is_weak(p) && oomkit_proof_whole_again(p) < 0) {
             place = -1; /* it is for the next one */
         }
     }
@@ -413,7 +412,7 @@ proof_without_single(oomkit_proof *p, PyObject **text)
     const int64_t next =
         p->start + 2 * p->length <= rows ? p->start + p->length : p->start - p->length;
     OWNED PyObject *other = NULL;
-    int moved, single = first == 1 || p->length - first == 1;
+    int single = first == 1 || p->length - first == 1;
 
     if (p->own || !single || oomkit_proof_returns_nothing(p->call) ||
         !oomkit_proof_rows_middle(p, oomkit_unfit_multiple(p->call)) || p->first < 2 ||
@@ -427,7 +426,7 @@ proof_without_single(oomkit_proof *p, PyObject **text)
     }
     if (other == NULL) {
         p->start = next;
-        if (oomkit_proof_whole_once(p, p->everything, &moved) < 0 ||
+        if (oomkit_proof_whole_again(p) < 0 ||
             oomkit_proof_compare(p, p->first, &other) < 0) {
             Py_CLEAR(*text);
             return -1;
@@ -437,7 +436,7 @@ proof_without_single(oomkit_proof *p, PyObject **text)
             return 0;
         }
         p->start = found.start; /* for what is searched now */
-        if (oomkit_proof_whole_once(p, p->everything, &moved) < 0) {
+        if (oomkit_proof_whole_again(p) < 0) {
             Py_CLEAR(*text);
             return -1;
         }

@@ -11,6 +11,15 @@
 
 typedef struct oomkit_proof_gradient oomkit_proof_gradient;
 
+/* Random numbers that a step draws although modules of chance are in eval mode. */
+typedef enum oomkit_numbers {
+    OOMKIT_NUMBERS_NONE,  /* none have been seen */
+    OOMKIT_NUMBERS_SAME,  /* parts get those that their rows have in the whole */
+    OOMKIT_NUMBERS_OTHER, /* some cannot be given: as near as chance lets, then ... */
+    OOMKIT_NUMBERS_QUIET, /* ... exactly, with every module in eval mode */
+    OOMKIT_NUMBERS_CHANCE /* ... or not, for they are drawn there, too */
+} oomkit_numbers;
+
 /* A proof in progress; on the C stack of oomkit_prove(). */
 typedef struct oomkit_proof {
     oomkit_call *call;
@@ -26,16 +35,15 @@ typedef struct oomkit_proof {
     int own;                  /* these rows were cut as the call's own, no other way */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers: which */
-    int same;          /* parts get the random numbers that their rows have in the
-                          whole; -1 they cannot all */
-    int raw;           /* gradients are wanted as each backward leaves them */
-    int everything;    /* every module is in eval, not those of chance alone */
-    int by_chance;     /* numbers are drawn all the same: compared coarsely */
-    int moved;         /* ... in the last run without a graph */
-    int unfit;         /* which has run out of memory */
-    int trained;       /* a backward was seen */
-    int unjoined;      /* results of parts of one row could not be joined */
-    uint64_t sequence; /* of the events of the whole run */
+    oomkit_numbers numbers;   /* that the step draws */
+    int raw;                  /* gradients are wanted as each backward leaves them */
+    int everything;           /* every module is in eval, not those of chance alone */
+    int by_chance;            /* numbers are drawn all the same: compared coarsely */
+    int moved;                /* ... in the last run without a graph */
+    int unfit;                /* which has run out of memory */
+    int trained;              /* a backward was seen */
+    int unjoined;             /* results of parts of one row could not be joined */
+    uint64_t sequence;        /* of the events of the whole run */
     int64_t start, length, first;
     int64_t fits;       /* rows of the largest micro-batch */
     int anchored;       /* these rows are to be shown, no others */
@@ -117,16 +125,20 @@ oomkit_proof_rows_varied(oomkit_proof *p);
 
 /* --- compare.c --- */
 
-/* The whole slice as the program would run it: where numbers are drawn, with every
- * module in eval; where they are drawn still, twice, for what chance makes of it. 0 or
- * -1. */
+/* The whole slice as the program would run it, but for modules of chance: where numbers
+ * are drawn all the same, as p->numbers says, or for the first time so that they are
+ * kept for its parts. 0 or -1. */
 int
 oomkit_proof_whole(oomkit_proof *p);
 
-/* The whole slice, with modules of chance in eval. *moved: numbers were drawn all the
- * same. 0 or -1. */
+/* The whole slice, with modules of chance in eval, or every module. *moved: numbers
+ * were drawn all the same. 0 or -1. */
 int
 oomkit_proof_whole_once(oomkit_proof *p, int everything, int *moved);
+
+/* The same in the way in which it ran last. 0 or -1. */
+int
+oomkit_proof_whole_again(oomkit_proof *p);
 
 /* The rows whole and in two parts, the first of `first` rows, compared. *text (owned)
  * is what differs, NULL for nothing. 0 or -1. */
@@ -225,9 +237,9 @@ int
 oomkit_proof_drew(oomkit_proof *p);
 
 /* Around the slices of a run, where parts get the numbers of the whole: `method` is
- * "__enter__" or "__exit__". An exception in flight stays. 0 or -1. */
+ * "enter" or "leave". An exception in flight stays. 0 or -1. */
 int
-oomkit_proof_numbers(oomkit_proof *p, const char *method);
+oomkit_proof_draws(oomkit_proof *p, const char *method);
 
 /* Puts everything back after a run. Keeps the exception in flight. 0, or -1 with one.
  */

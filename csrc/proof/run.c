@@ -291,9 +291,9 @@ run_is_uncounted(const oomkit_proof *p, int64_t count)
 }
 
 int
-oomkit_proof_numbers(oomkit_proof *p, const char *method)
+oomkit_proof_draws(oomkit_proof *p, const char *method)
 {
-    return p->same > 0 ? run_ask(p, p->draws, method) : 0;
+    return p->numbers == OOMKIT_NUMBERS_SAME ? run_ask(p, p->draws, method) : 0;
 }
 
 /* 0 or -1. */
@@ -354,9 +354,9 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (status == 0) {
         status = run_on_host(p, count, "on_host");
     }
-    if (status == 0 && (status = oomkit_proof_numbers(p, "enter")) == 0) {
+    if (status == 0 && (status = oomkit_proof_draws(p, "enter")) == 0) {
         status = slices_run(p, count);
-        if (oomkit_proof_numbers(p, "leave") < 0 ||
+        if (oomkit_proof_draws(p, "leave") < 0 ||
             run_on_host(p, count, "on_device") < 0) {
             status = -1;
         }

@@ -95,10 +95,10 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
     Py_CLEAR(call->backward.cleared);
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
-        result = oomkit_proof_numbers(p, "enter");
+        result = oomkit_proof_draws(p, "enter");
         if (result == 0) {
             result = verify_call(p, slice->start, slice->length, part);
-            result = oomkit_proof_numbers(p, "leave") < 0 ? -1 : result;
+            result = oomkit_proof_draws(p, "leave") < 0 ? -1 : result;
         }
         result = oomkit_grad_mode_back(call->st, mode, result);
     } else {
@@ -201,8 +201,8 @@ verify_all(oomkit_proof *p, const oomkit_slice *cut, int *moved)
     if (verify_run(p, cut, -1, moved) < 0) {
         return -1;
     }
-    if (*moved && p->same == 0) {
-        p->same = 1;
+    if (*moved && p->numbers == OOMKIT_NUMBERS_NONE) {
+        p->numbers = OOMKIT_NUMBERS_SAME;
         Py_XSETREF(p->call->cut->verification,
                    PyObject_CallNoArgs(p->call->st->verification));
         if (p->call->cut->verification == NULL || verify_run(p, cut, -1, moved) < 0) {
@@ -212,7 +212,8 @@ verify_all(oomkit_proof *p, const oomkit_slice *cut, int *moved)
     if (verify_run(p, cut, 0, &one) < 0 || verify_run(p, cut, 1, &two) < 0) {
         return -1;
     }
-    return p->same > 0 ? oomkit_proof_kept(p, one || two, moved) : 0;
+    return p->numbers == OOMKIT_NUMBERS_SAME ? oomkit_proof_kept(p, one || two, moved)
+                                             : 0;
 }
 
 /* The three runs, and what they tell. New reference or NULL. */

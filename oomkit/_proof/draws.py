@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pickle
 import random
@@ -188,6 +189,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        args, kwargs = _without_dropout(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             name = func.overloadpacket.__name__
             if name in _MADE and not types:
@@ -249,6 +251,22 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if rows is None or not _close(rows, host(one)):
                 return False
         return True
+
+
+def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
+    """What a kernel draws by itself (a fused attention, and its backward) no part can be given."""
+    at = _dropout_at(func)
+    if at is not None and at < len(args):
+        args = (*args[:at], 0.0, *args[at + 1 :])
+    if at is not None and "dropout_p" in kwargs:
+        kwargs = {**kwargs, "dropout_p": 0.0}
+    return args, kwargs
+
+
+@functools.cache
+def _dropout_at(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
 
 
 def _streams() -> bytes:

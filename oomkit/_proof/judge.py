@@ -148,8 +148,7 @@ class Proof:
         self._runs: dict[str, _Run] = {}
         self._now = ""
         self._host = torch.autograd.graph.save_on_cpu()
-        self._limit = 0.0
-        self._loss_limit = 0.0
+        self._limit = self._loss_limit = 0.0
         self._raw = False
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
@@ -178,6 +177,7 @@ class Proof:
 
     def quiet(self, everything: bool) -> None:
         """Dropout and norms with running statistics into eval, or every module."""
+        self.noise, self._chance = False, 0.0
         self._quiet.leave()
         self._quiet.enter(self.modules(), everything)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,6 +113,10 @@ ROWS = [
 ]
 
 
+def _by_numpy(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+    return x + p * torch.from_numpy(np.random.randn(*x.shape)).float() if training else x
+
+
 def _mixed(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     order = torch.randperm(len(x))
     out = model(0.7 * x + 0.3 * x[order])
@@ -215,6 +220,67 @@ def test_random_numbers_hide_no_coupled_rows(loss: Loss, trains: bool) -> None:
     for seed in range(6):
         with pytest.raises(oomkit.SplitError):
             _run(loss, seed, trains)
+
+
+def _augmented(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if not model.training:
+        return x
+    return x * torch.from_numpy(np.random.rand(len(x), 6) > 0.1)
+
+
+def test_numbers_of_training_alone_are_left_out_exactly(caplog: pytest.LogCaptureFixture) -> None:
+    """No part can be given them, but in eval mode there are none."""
+
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(_augmented(model, x)), y)
+
+    def counts(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(_augmented(model, x))[y > 0], y[y > 0])
+
+    caplog.set_level(logging.INFO, logger="oomkit")
+    for seed in range(6):
+        assert _run(loss, seed).accumulation_steps == 2
+        with pytest.raises(oomkit.SplitError):
+            _run(counts, seed)
+    assert len(_lines(caplog)) == 6 and not any("coarse" in line for line in _lines(caplog))
+
+
+@pytest.mark.parametrize("numbers", [F.dropout, _by_numpy], ids=["kept", "not kept"])
+def test_terms_of_training_alone_are_compared(numbers: Callable[..., torch.Tensor]) -> None:
+    """A proof in eval mode would not see them."""
+
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = model(numbers(x, 0.01, model.training))
+        value = F.cross_entropy(out, y)
+        if model.training:
+            value = value + F.cross_entropy(out @ out.T, torch.arange(len(out)))
+        return value
+
+    for seed in range(6):
+        with pytest.raises(oomkit.SplitError):
+            _run(loss, seed)
+
+
+@torch.library.custom_op("oomkit_tests::dropped", mutates_args=())
+def _dropped(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """As a fused attention: what it draws is not seen."""
+    return x * torch.from_numpy(np.random.rand(*x.shape) >= dropout_p) if dropout_p else x.clone()
+
+
+def _backward_of_dropped(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _dropped(grad, 0.5), None
+
+
+_dropped.register_autograd(_backward_of_dropped)
+
+
+def test_kernels_drop_nothing_in_a_proof(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(_dropped(model(x), 0.5 + torch.rand(()).item() * 0), y)
+
+    caplog.set_level(logging.INFO, logger="oomkit")
+    assert _run(loss, 0).accumulation_steps == 2
+    assert not any("coarse" in line for line in _lines(caplog))
 
 
 def test_a_coarse_bound_is_as_narrow_as_chance() -> None:
