@@ -122,57 +122,66 @@ oomkit_proof_whole_again(oomkit_proof *p)
 }
 
 int
-oomkit_proof_kept(oomkit_proof *p, int drawn, int *moved)
+oomkit_proof_kept(oomkit_proof *p, int drawn)
 {
     OWNED PyObject *kept = PyObject_GetAttrString(p->draws, "kept");
 
-    *moved = drawn || kept != Py_True;
-    if (*moved) {
-        p->numbers = OOMKIT_NUMBERS_OTHER;
-    }
-    return kept == NULL ? -1 : 0;
+    return kept == NULL ? -1 : kept == Py_True && !drawn;
 }
 
-/* The parts differ, as proof_ask() has answered: is there another way to cut numbers?
- * 1, 0 or -1. */
-static int
-proof_turns(const oomkit_proof *p)
+int
+oomkit_proof_after(oomkit_proof *p, int kept)
 {
-    OWNED PyObject *turns = p->numbers == OOMKIT_NUMBERS_SAME
-                                ? PyObject_CallMethod(p->draws, "turn", NULL)
-                                : Py_NewRef(Py_False);
+    OWNED PyObject *after = NULL;
 
-    return turns == NULL ? -1 : turns == Py_True;
+    if (p->numbers != OOMKIT_NUMBERS_SAME) {
+        return 0;
+    }
+    after = PyObject_CallMethod(p->draws, "after", "O", kept ? Py_True : Py_False);
+    return after == NULL ? -1 : (int)PyLong_AsLong(after);
+}
+
+/* Parts were not given all their numbers, or differ: is there another comparison?
+ * *doubt: the difference that was seen counts where a coarse comparison shows one, too.
+ * 1 the whole has run for it, 0 or -1. */
+static int
+compare_otherwise(oomkit_proof *p, int kept, int *doubt)
+{
+    int moved, after;
+
+    if (*doubt && p->numbers == OOMKIT_NUMBERS_OTHER) {
+        p->numbers = OOMKIT_NUMBERS_SAME;
+        return oomkit_proof_whole_once(p, 0, &moved) < 0 ? -1 : 1;
+    }
+    after = *doubt ? 0 : oomkit_proof_after(p, kept);
+    if (after < 2) {
+        return after;
+    }
+    *doubt = after == 3;
+    p->numbers = OOMKIT_NUMBERS_OTHER;
+    return whole_by_chance(p) < 0 ? -1 : 1;
 }
 
 /* As oomkit_proof_compare(). */
 static int
 compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **text)
 {
-    int moved, again;
+    int moved, kept, again, doubt = 0;
 
     do {
         *text = NULL;
         if (oomkit_proof_run(p, "parts", cut, count, &moved) < 0) {
             return -1;
         }
-        if (p->numbers == OOMKIT_NUMBERS_SAME) {
-            if (oomkit_proof_kept(p, moved, &moved) < 0) {
-                return -1;
-            }
-            if (moved) {
-                again = whole_by_chance(p) < 0 ? -1 : 1;
-                continue;
-            }
-        }
-        if (proof_ask(p, text) < 0) {
+        kept = p->numbers == OOMKIT_NUMBERS_SAME ? oomkit_proof_kept(p, moved) : 1;
+        if (kept < 0 || (kept && proof_ask(p, text) < 0)) {
             return -1;
         }
-        if (*text == NULL) {
+        if (kept && *text == NULL) {
             again = p->numbers == OOMKIT_NUMBERS_OTHER ? whole_in_eval(p) : 0;
             continue;
         }
-        again = proof_turns(p);
+        again = compare_otherwise(p, kept, &doubt);
         if (again == 0 && (again = proof_overflows(p)) > 0 &&
             oomkit_proof_whole_again(p) < 0) {
             again = -1;

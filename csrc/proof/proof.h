@@ -152,10 +152,15 @@ oomkit_proof_covers(const oomkit_proof *p);
 int
 oomkit_proof_compare_own(oomkit_proof *p, PyObject **text);
 
-/* Have parts got the numbers of the whole, where they were to? `drawn`: they drew
- * others. *moved: not, and no later ones will. 0 or -1. */
+/* Have parts got all numbers of the whole, where they were to? `drawn`: they drew
+ * others. 1, 0 or -1. */
 int
-oomkit_proof_kept(oomkit_proof *p, int drawn, int *moved);
+oomkit_proof_kept(oomkit_proof *p, int drawn);
+
+/* What is to be done where they have not, or where they differ: see Draws.after(). -1
+ * with an exception. */
+int
+oomkit_proof_after(oomkit_proof *p, int kept);
 
 /* Was that the step's own error, which another size may not raise? */
 int

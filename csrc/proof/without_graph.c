@@ -191,34 +191,49 @@ verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int m
     return answer;
 }
 
+/* Nothing has been seen yet. 0 or -1. */
+static int
+verify_anew(const oomkit_call *call)
+{
+    Py_XSETREF(call->cut->verification, PyObject_CallNoArgs(call->st->verification));
+    return call->cut->verification == NULL ? -1 : 0;
+}
+
 /* The whole and its parts. *moved: random numbers were drawn that the parts were not
  * given. 0 or -1. */
 static int
 verify_all(oomkit_proof *p, const oomkit_slice *cut, int *moved)
 {
-    int one, two;
+    int one, two, kept;
 
-    if (verify_run(p, cut, -1, moved) < 0) {
+    if (verify_anew(p->call) < 0 || verify_run(p, cut, -1, moved) < 0) {
         return -1;
     }
     if (*moved && p->numbers == OOMKIT_NUMBERS_NONE) {
         p->numbers = OOMKIT_NUMBERS_SAME;
-        Py_XSETREF(p->call->cut->verification,
-                   PyObject_CallNoArgs(p->call->st->verification));
-        if (p->call->cut->verification == NULL || verify_run(p, cut, -1, moved) < 0) {
-            return -1;
-        }
+        return verify_all(p, cut, moved);
     }
     if (verify_run(p, cut, 0, &one) < 0 || verify_run(p, cut, 1, &two) < 0) {
         return -1;
     }
-    return p->numbers == OOMKIT_NUMBERS_SAME ? oomkit_proof_kept(p, one || two, moved)
-                                             : 0;
+    if (p->numbers != OOMKIT_NUMBERS_SAME) {
+        return 0;
+    }
+    kept = oomkit_proof_kept(p, one || two);
+    if (kept == 0) {
+        kept = oomkit_proof_after(p, 0);
+        if (kept == 1) {
+            return verify_all(p, cut, moved);
+        }
+        p->numbers = kept < 0 ? p->numbers : OOMKIT_NUMBERS_OTHER;
+    }
+    *moved = p->numbers != OOMKIT_NUMBERS_SAME;
+    return kept < 0 ? -1 : 0;
 }
 
 /* The three runs, and what they tell. New reference or NULL. */
 static PyObject *
-verify_runs(oomkit_proof *p, const oomkit_slice *cut)
+verify_once(oomkit_proof *p, const oomkit_slice *cut)
 {
     oomkit_call *call = p->call;
     OWNED PyObject *one = NULL, *two = NULL;
@@ -234,6 +249,32 @@ verify_runs(oomkit_proof *p, const oomkit_slice *cut)
     p->moved = moved;
     if (verdict != NULL && verdict != Py_None) {
         Py_SETREF(verdict, verify_search(p, verdict, cut, moved));
+    }
+    return verdict;
+}
+
+/* Does it say that they differ, whatever they weigh? */
+static int
+verify_differs(PyObject *verdict)
+{
+    return verdict != NULL && verdict != Py_None &&
+           PyTuple_GET_ITEM(verdict, 0) == Py_False &&
+           PyList_GET_SIZE(PyTuple_GET_ITEM(verdict, 2)) == 0;
+}
+
+/* The same, where they differ with numbers in another order, too, if there is one. */
+static PyObject *
+verify_runs(oomkit_proof *p, const oomkit_slice *cut)
+{
+    PyObject *verdict = verify_once(p, cut); /* owned */
+    int after = verify_differs(verdict) ? oomkit_proof_after(p, 1) : 0;
+
+    if (after == 1) {
+        Py_SETREF(verdict, verify_once(p, cut));
+        after = verify_differs(verdict) ? oomkit_proof_after(p, 1) : 0;
+    }
+    if (after < 0) {
+        Py_CLEAR(verdict);
     }
     return verdict;
 }
@@ -286,8 +327,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     PyObject *verdict = NULL; /* owned */
     OWNED PyObject *done = NULL;
 
-    call->cut->verification = PyObject_CallNoArgs(call->st->verification);
-    if (call->cut->verification == NULL) {
+    if (verify_anew(call) < 0) {
         return NULL;
     }
     call->backward.instead = verify_backward;

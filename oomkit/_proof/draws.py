@@ -35,6 +35,8 @@ _MADE = frozenset(
     "native_dropout normal normal_ poisson rand rand_like randint randint_like randn randn_like "
     "random_ _sample_dirichlet _standard_gamma uniform_".split()
 )
+_DEVICES = ("cpu", "cuda")
+_SEEDS = 2**62
 _LIMIT, _HALF = 1e-3, 5e-2  # of probabilities in a part, relative: sums in another order
 
 
@@ -90,13 +92,21 @@ class _Drawn:
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Entered for each run of a proof: what the whole draws, its parts are given.
 
-    `kept` tells whether they all were.
+    `kept` tells whether they all were, `apart` whether some were drawn from other values there.
     """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch.compile would give up what runs below, for good."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = True
-        self._turned = self._several = self._halved = self._gave_up = False
+        self.kept, self.apart = True, False
+        self._several = self._halved = self._turned = False
+        self._first: bool | None = None  # in the first order: kept
         self._drawn: list[_Drawn] = []
         self._cut: list[tuple[int, int]] = []
         self._whole = (0, 0)
@@ -113,11 +123,12 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             records: it is the whole that later runs are given the numbers of.
         """
         self._cut, self._records, self._slice, self._next = cut, records, 0, 0
-        self.kept = not self._gave_up
+        self.kept, self.apart = True, False
         self._stream = torch.get_rng_state()
         if records:
             self._drawn, self._whole = [], cut[0]
             self._several = self._halved = False
+            self._first = None
 
     def end_slice(self) -> None:
         """The next slice begins: this one must have drawn as often as the whole."""
@@ -175,80 +186,94 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif hasattr(stream, "random"):
                     stream.random()
 
-    def turn(self) -> bool:
-        """Parts differ from the whole: whether that may be due to whom numbers were given, and is
-        to be seen again. Several for each row get another order; for half as many as rows (those of
-        the other half are made of them) there is none, and parts draw their own."""
-        if self._several and not self._turned:
-            self._turned = True
-            return True
-        self._gave_up = self._halved
-        return self._halved
+    def after(self, kept: bool) -> int:
+        """What is to be done where parts were not given all numbers, or differ from the whole.
+
+        Several numbers for each row have two orders: the other one is tried once for a whole, and
+        stays where it is right. Of numbers for half of the rows those of the other half may be
+        made: what they tell is in doubt.
+
+        Args:
+            kept: whether they were given all.
+
+        Returns:
+            0 they differ, 1 run them again, 2 let them draw their own, 3 the same, in doubt.
+        """
+        if self._several and self._first is None:
+            self._turned, self._first = not self._turned, kept
+            return 1
+        if self._several and self._first is not None:  # in vain
+            self._turned, self._several, kept = not self._turned, False, self._first
+        if not kept:
+            return 2
+        return 3 if self._halved else 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # an operator of higher order, whose parts come here
         args, kwargs = _without_dropout(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _is_made(func):
             name = func.overloadpacket.__name__
-            if name in _MADE and not types:
+            if not types and _device(args, kwargs).type in _DEVICES and _draws(name, args):
                 return self._draw(name, func, args, kwargs)
         return func(*args, **kwargs)
 
     def _draw(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         given = _given(name, args)
-        at, self._next = self._next, self._next + 1
         if self._records:
             made = func(*args, **kwargs)
-            _C.exempt(lambda: self._drawn.append(_Drawn(name, _Kept(_numbers(made)), _kept(given))))
+            if type(_numbers(made)) is torch.Tensor:
+                _C.exempt(lambda: self._keep(name, made, given))
             return made
-        drawn = self._drawn[at] if at < len(self._drawn) else None
-        device = _device(args, kwargs)
-        if (
-            not self.kept
-            or drawn is None
-            or drawn.name != name
-            or device.type not in ("cpu", "cuda")
-            or not self._alike(given, drawn.given)
-        ):
+        drawn = self._drawn[self._next] if self._next < len(self._drawn) else None
+        if not self.kept or drawn is None or drawn.name != name or not self._fits(given, drawn):
             self.kept = False
             return func(*args, **kwargs)
-        with _unmoved(device, args, kwargs):
+        with _unmoved(_device(args, kwargs), args, kwargs):
             made = func(*args, **kwargs)
         numbers = _numbers(made)
+        if type(numbers) is not torch.Tensor:
+            return made
+        self._next += 1
         rows = self._rows(drawn.numbers, numbers.shape)
         if rows is None or rows.dtype != numbers.dtype:
             self.kept = False
             return made
         numbers.copy_(rows)
-        if name == "native_dropout":
+        if name == "native_dropout" and args[1] < 1.0:
             torch.mul(args[0], numbers, out=made[0]).div_(1.0 - args[1])
         return made
+
+    def _keep(self, name: str, made: Any, given: list[Any]) -> None:
+        self._next += 1
+        self._drawn.append(_Drawn(name, _Kept(_numbers(made)), _kept(given)))
 
     def _rows(self, kept: _Kept, shape: torch.Size) -> torch.Tensor | None:
         start, length = self._cut[self._slice]
         first, whole = self._whole
         for part, every in zip(shape, kept.value.shape, strict=False):
-            self._several |= every > whole and every % whole == 0
-            self._halved |= part != every and abs(2 * every - whole) <= 2
+            several = part != every > whole and every % whole == 0
+            self._several |= several and self._first is None
+            self._halved |= part != every < whole and abs(2 * every - whole) <= 2
         return kept.rows(shape, start - first, length, whole, self._turned)
 
-    def _alike(self, given: list[Any], was: list[Any]) -> bool:
-        """Whether a part draws from what the whole drew from."""
-        if len(given) != len(was):
+    def _fits(self, given: list[Any], drawn: _Drawn) -> bool:
+        """Whether a part draws by what the whole drew by, of as many rows as it has: where values
+        differ, `apart` tells."""
+        if len(given) != len(drawn.given):
             return False
-        for one, kept in zip(given, was, strict=True):
-            if isinstance(one, float) and isinstance(kept, float):
-                if not math.isclose(one, kept, rel_tol=_LIMIT):
+        for one, kept in zip(given, drawn.given, strict=True):
+            if isinstance(one, torch.Tensor) and isinstance(kept, _Kept):
+                rows = self._rows(kept, one.shape)
+                if rows is None:
                     return False
-                continue
-            if not isinstance(one, torch.Tensor):
-                if one != kept:
-                    return False
-                continue
-            rows = self._rows(kept, one.shape) if isinstance(kept, _Kept) else None
-            if rows is None or not _close(rows, host(one)):
+                self.apart |= not _C.exempt(functools.partial(_close, rows, one))
+            elif isinstance(one, float) and isinstance(kept, float):
+                self.apart |= not math.isclose(one, kept, rel_tol=_LIMIT)
+            elif isinstance(one, torch.Tensor) or one != kept:
                 return False
         return True
 
@@ -286,9 +311,12 @@ def _set_streams(state: bytes) -> None:
 def _unmoved(device: torch.device, args: tuple[Any, ...], kwargs: Any) -> Iterator[None]:
     """Streams go back to where they are: numbers are drawn for their shape alone."""
     given = [g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator)]
+    if not given:
+        of_device = torch.cuda.default_generators if device.type == "cuda" else ()
+        at = torch.cuda.current_device() if device.index is None and of_device else device.index
+        given = [of_device[at or 0] if of_device else torch.default_generator]
     states = [g.get_state() for g in given]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
+    yield
     for generator, state in zip(given, states, strict=True):
         generator.set_state(state)
 
@@ -309,6 +337,19 @@ def _kept(given: list[Any]) -> list[Any]:
     return [_Kept(each) if isinstance(each, torch.Tensor) else each for each in given]
 
 
+@functools.cache
+def _is_made(func: Any) -> bool:
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    return seeded and func.overloadpacket.__name__ in _MADE
+
+
+def _draws(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether it draws numbers that could be given: not the seeds of a compiled function."""
+    if name == "native_dropout":
+        return args[2] is not False
+    return not any(isinstance(each, int) and abs(each) >= _SEEDS for each in args)
+
+
 def _device(args: tuple[Any, ...], kwargs: Any) -> torch.device:
     of_tensors = [each.device for each in args if isinstance(each, torch.Tensor)]
     return torch.device([*of_tensors, kwargs.get("device") or "cpu"][0])
@@ -317,4 +358,4 @@ def _device(args: tuple[Any, ...], kwargs: Any) -> torch.device:
 def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
     limit = _LIMIT if one.dtype in (torch.float32, torch.float64) else _HALF
     size = float(one.abs().max()) if one.numel() else 0.0
-    return torch.allclose(one.double(), two.double(), rtol=limit, atol=limit * size)
+    return torch.allclose(one.double(), host(two).double(), rtol=limit, atol=limit * size)

@@ -24,6 +24,7 @@ from .draws import Draws
 from .flows import Flows, hooks
 from .numbers import Numbers
 from .quiet import Quiet
+from .residual import Products, left
 from .weights import (
     TOLD,
     Cut,
@@ -149,6 +150,8 @@ class Proof:
         self._now = ""
         self._host = torch.autograd.graph.save_on_cpu()
         self._limit = self._loss_limit = 0.0
+        # A loss in double precision may be one of a model in single precision.
+        self._rounding = max((tolerance(p) for p in params if p.is_floating_point()), default=0.0)
         self._raw = False
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
@@ -259,7 +262,7 @@ class Proof:
         }
 
     def _judge_precision(self, tensor: torch.Tensor) -> None:
-        rounding = tolerance(tensor)
+        rounding = max(tolerance(tensor), self._rounding)
         self._loss_limit = max(self._loss_limit, rounding)
         self._limit = max(self._limit, _GRADIENT[rounding])
 
@@ -625,6 +628,10 @@ class Proof:
             if any(values.gap(one, part) > self._result_limit(one) for part in parts):
                 self._fail(1.0, f"the parts' {place} cannot be joined: it has no rows")
 
+    def _compare_draws(self) -> None:
+        if self.draws.apart:
+            self._fail(1.0, "random numbers are drawn from other values in a part")
+
     def _shapes(self) -> None:
         """Where results are joined wrongly, by what they are, not by their values."""
         whole, made = self._runs["whole"], self._runs["parts"]
@@ -645,6 +652,7 @@ class Proof:
                 math.inf,
                 f"the step makes {len(made.updates)} updates instead of {len(whole.updates)}",
             )
+        self._compare_draws()
         if self.noise:
             self._compare_losses(whole, made)
         self.volatile = self._worst[0] == 0.0
@@ -708,7 +716,7 @@ class Proof:
             cut: start and length of the two parts.
         """
         whole, one, two = (self._runs[run].raw for run in ("raw", "one", "two"))
-        inner = _Products()
+        inner = Products()
         for i in {*whole, *one, *two}:
             inner.add(*(run.get(i) for run in (whole, one, two)))
         found = []
@@ -717,7 +725,7 @@ class Proof:
             if (
                 weights is not None
                 and inner.residual(*weights) <= max(self._limit, _SQUARED)
-                and _left(whole, one, two, *weights) <= self._limit
+                and left(whole, one, two, *weights) <= self._limit
             ):
                 found.append(weigher)
         return found
@@ -742,6 +750,7 @@ class Proof:
         self._limit = max(self._limit, _LOOSE * losses.tolerance)
         self.noise = self.noise or moved
         self._shapes()
+        self._compare_draws()
         if verdict[0] is not False and self._worst[0]:
             leaves, verdict = None, (False, self._worst[1])
         self._worst = (0.0, "")
@@ -852,49 +861,3 @@ def _is_rounding(one: Any, two: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or one.ndim:
         return False
     return two.ndim == 0 and abs(float(one) - float(two)) <= _NOTHING.get(one.dtype, 0.0)
-
-
-def _left(
-    whole: dict[int, torch.Tensor],
-    one: dict[int, torch.Tensor],
-    two: dict[int, torch.Tensor],
-    a: float,
-    b: float,
-) -> float:
-    """The norm of whole - a first - b second, relative to the whole's."""
-    left = size = 0.0
-    for i in {*whole, *one, *two}:
-        terms = ((1.0, whole.get(i)), (-a, one.get(i)), (-b, two.get(i)))
-        flat = [by * values.dense(g).double().reshape(-1) for by, g in terms if g is not None]
-        left += values.norm(sum(flat[1:], flat[0])) ** 2
-        size += values.norm(whole[i]) ** 2 if i in whole else 0.0
-    return math.sqrt(left / size) if size > 0.0 else math.inf
-
-
-class _Products:
-    """Inner products of three sets of gradients, summed over all tensors."""
-
-    __slots__ = ("sums",)
-
-    def __init__(self) -> None:
-        self.sums = [0.0] * 6  # ww, w1, w2, 11, 12, 22
-
-    def add(self, *three: torch.Tensor | None) -> None:
-        present = [values.dense(t).double() for t in three if t is not None]
-        if not present:
-            return
-        zero = torch.zeros_like(present[0])
-        flat = [(zero if t is None else values.dense(t).double()).reshape(-1) for t in three]
-        at = 0
-        for i in range(3):
-            for j in range(i, 3):
-                self.sums[at] += float(torch.dot(flat[i], flat[j]))
-                at += 1
-
-    def residual(self, a: float, b: float) -> float:
-        """As _left(), at once, but for rounding."""
-        ww, w1, w2, o, mixed, t = self.sums
-        square = ww - 2 * a * w1 - 2 * b * w2 + a * a * o + 2 * a * b * mixed + b * b * t
-        if not ww > 0.0 or not math.isfinite(square):
-            return math.inf
-        return math.sqrt(max(0.0, square) / ww)

@@ -315,9 +315,11 @@ MUTANTS = [
         "random-numbers-hide",
         "parts that draw random numbers are compared coarsely at once",
         "csrc/proof/compare.c",
-        "    if (p->same == 0) {",
-        "    if (p->same == 7) {",
-        ("proof/test_proof_draws.py::test_random_numbers_hide_no_coupled_rows[_counts-training]",),
+        "    if (p->numbers == OOMKIT_NUMBERS_NONE) {",
+        "    if (p->numbers == OOMKIT_NUMBERS_SAME) {",
+        (
+            "proof/test_proof_draws.py::test_numbers_of_rows_are_those_of_the_whole[_diffusion-training]",
+        ),
     ),
     Mutant(
         "chance-explains-all",

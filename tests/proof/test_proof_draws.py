@@ -75,6 +75,25 @@ def _of_some_rows(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return (model(x) + noise).square().mean()
 
 
+def _in_double(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) + torch.randn(len(x), 4, dtype=torch.float64)).square().mean()
+
+
+def _no_numbers(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of a module without memory, and of dropout that drops nothing or all."""
+    with torch.device("meta"):
+        nn.Linear(3, 3)
+    out = (
+        torch.native_dropout(model(x), 0.5, False)[0] + torch.native_dropout(x[:, :4], 1.0, True)[1]
+    )
+    return (out + torch.randn_like(out)).square().mean()
+
+
+def _conditional(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x + torch.randn_like(x)
+    return model(torch.cond(x.sum() > 1e9, torch.sin, torch.cos, (x,))).square().mean()  # type: ignore[no-any-return]
+
+
 def _checkpoint(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     def part(x: torch.Tensor) -> torch.Tensor:
         return (model(x) + torch.randn(len(x), 4)).square().mean()
@@ -109,12 +128,19 @@ ROWS = [
     _several_at_the_end,
     _of_weights,
     _of_some_rows,
+    _in_double,
+    _no_numbers,
+    _conditional,
     _checkpoint,
 ]
 
 
 def _by_numpy(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     return x + p * torch.from_numpy(np.random.randn(*x.shape)).float() if training else x
+
+
+def _one_by_one(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(model(row) + torch.randn(4)).square().mean() for row in x]).mean()
 
 
 def _mixed(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -165,6 +191,22 @@ def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "proved the split" in r.getMessage()]
 
 
+def _by_values_of_the_batch(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Their gradients alone would be the same."""
+    return (model(x) + torch.normal(0.0, x.std().expand(len(x), 4))).square().mean()
+
+
+def _by_a_number_of_the_batch(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) + torch.empty(len(x), 4).normal_(0.0, x.std().item())).square().mean()
+
+
+def _several_choices(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    choices = distributions.Categorical(logits=model(x.repeat_interleave(4, 0)))
+    taken = choices.sample()
+    reward = (taken == y.repeat_interleave(4)).float()
+    return -(choices.log_prob(taken) * (reward - reward.mean())).mean()
+
+
 def _run(
     loss: Loss, seed: int, trains: bool = True, y: torch.Tensor | None = None
 ) -> oomkit.StepRecord:
@@ -203,7 +245,7 @@ def test_numbers_of_rows_are_those_of_the_whole(
         caplog.clear()
 
 
-@pytest.mark.parametrize("loss", [_mixed, _of_numpy, _of_a_function, _antithetic])
+@pytest.mark.parametrize("loss", [_mixed, _of_numpy, _of_a_function, _one_by_one, _antithetic])
 def test_other_numbers_are_compared_coarsely(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
     """A permutation of rows is another one for fewer rows; numpy and some functions draw by
     themselves; what is drawn for half of the rows is no row's."""
@@ -212,10 +254,20 @@ def test_other_numbers_are_compared_coarsely(loss: Loss, caplog: pytest.LogCaptu
     assert "a coarse comparison" in "".join(_lines(caplog))
 
 
+COUPLED = [
+    _counts,
+    _counts_by_python,
+    _advantages,
+    _several_choices,
+    _standardised,
+    _as_wide_as_its_rows,
+    _by_values_of_the_batch,
+    _by_a_number_of_the_batch,
+]
+
+
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize(
-    "loss", [_counts, _counts_by_python, _advantages, _standardised, _as_wide_as_its_rows]
-)
+@pytest.mark.parametrize("loss", COUPLED)
 def test_random_numbers_hide_no_coupled_rows(loss: Loss, trains: bool) -> None:
     for seed in range(6):
         with pytest.raises(oomkit.SplitError):
@@ -300,6 +352,52 @@ def test_a_coarse_bound_is_as_narrow_as_chance() -> None:
         assert _run(shuffled, seed, y=y).accumulation_steps == 2
         with pytest.raises(oomkit.SplitError):
             _run(counts, seed, y=y)
+
+
+@pytest.mark.parametrize("loss", [_several, _several_at_the_end])
+def test_several_numbers_for_each_row_where_one_row_fits(loss: Loss) -> None:
+    def step(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if len(x) > 1 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss(model, x, y)
+
+    for seed in range(3):
+        assert _run(step, seed).accumulation_steps == 16
+
+
+def test_weights_are_found_with_several_numbers_for_each_row() -> None:
+    def added(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return _several(model, x, y) * len(x)
+
+    def ignoring(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(3 * len(x), 4)
+        return F.cross_entropy(model(x.repeat_interleave(3, 0)) + noise, y.repeat_interleave(3))
+
+    y = torch.tensor([1, 2, -100, 3, 2, 0, -100, -100] * 2)
+    for seed in range(3):
+        assert _run(added, seed).accumulation_steps == 2
+        assert _run(ignoring, seed, y=y).accumulation_steps == 2
+
+
+def test_a_compiled_function_stays_compiled() -> None:
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    compiled = torch.compile(lambda x: x.sin(), backend=backend)
+
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(compiled(x + torch.randn_like(x))).square().mean()  # type: ignore[no-any-return]
+
+    assert _run(loss, 0).accumulation_steps == 2
+    ran.clear()
+    compiled(torch.ones(16, 6))
+    assert len(ran) == 1
 
 
 def test_the_streams_go_on_as_if_nothing_had_been_proven() -> None:
