@@ -162,6 +162,33 @@ def test_two_optimizers_are_refused() -> None:
         assert torch.equal(value, failed.parameters[name])
 
 
+class OwnClosure(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, (x, y) = self.optimizers(), batch
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self.net(x), y)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+        self.lr_schedulers().step()
+
+
+def test_a_closure_of_the_users_own_is_refused() -> None:
+    reference, _, _ = run(OwnClosure, False)
+    healthy, _, _ = run(OwnClosure)
+    assert not differences(reference, healthy, 0.0)
+    fault = {"nth": 1, "min_bytes": 16}
+    by_option = run(OwnClosure, callback={"accumulation_steps": 2})
+    for failed, _, _ in by_option, run(OwnClosure, number=1, fault=fault):
+        assert isinstance(failed.error, oomkit.OomkitError), failed.error
+        assert "closure" in str(failed.error)
+        for name, value in failed.begun.items():
+            assert torch.equal(value, failed.parameters[name])
+
+
 def test_one_call_of_log_for_a_batch() -> None:
     """What a split call logs is the batch's mean, not the last micro-batch's."""
     reference, _, _ = run(Classifier, protect=False)
