@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,9 @@ METRICS = {
 }
 
 
-def _logged(name: str, count: int) -> list[dict[str, Any]]:
+def _logged(make: Callable[[], Any], count: int) -> list[dict[str, Any]]:
     """The log of a training in so many parts, of a model whose rows differ."""
-    made = METRICS[name]()
+    made = make()
     made.remove_callback(PrinterCallback)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -214,10 +215,28 @@ def _logged(name: str, count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_of_parts_are_those_of_the_batch(name: str, count: int) -> None:
     """Means of tokens, chosen and rejected ones, of rows; the least and the largest."""
-    whole, parts = _logged(name, 0), _logged(name, count)
+    whole, parts = (_logged(METRICS[name], each) for each in (0, count))
     assert len(whole) == len(parts)
     for line, other in zip(whole, parts, strict=True):
         assert other == pytest.approx(line, rel=5e-5, abs=1e-6, nan_ok=True)
+
+
+OF_PAIRS = (
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard apo_zero apo_down discopop "
+    "sigmoid_norm"
+).split()
+
+
+@pytest.mark.parametrize("kind", OF_PAIRS)
+def test_losses_of_pairs_in_parts(kind: str) -> None:
+    """The model is far from its reference: losses and norms of gradients, training and not."""
+    more = {"label_smoothing": 0.1} if kind in ("exo_pair", "robust") else {}
+
+    def make() -> Any:
+        return dpo(loss_type=[kind], **more, **STILL)
+
+    for line, other in zip(_logged(make, 0), _logged(make, 3), strict=True):
+        assert other == pytest.approx(line, rel=5e-5, abs=1e-6)
 
 
 def test_the_predictions_of_pairs_come_in_the_order_of_the_batch() -> None:
