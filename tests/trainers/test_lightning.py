@@ -180,13 +180,15 @@ def test_a_closure_of_the_users_own_is_refused() -> None:
     reference, _, _ = run(OwnClosure, False)
     healthy, _, _ = run(OwnClosure)
     assert not differences(reference, healthy, 0.0)
-    fault = {"nth": 1, "min_bytes": 16}
-    by_option = run(OwnClosure, callback={"accumulation_steps": 2})
-    for failed, _, _ in by_option, run(OwnClosure, number=1, fault=fault):
-        assert isinstance(failed.error, oomkit.OomkitError), failed.error
-        assert "closure" in str(failed.error)
-        for name, value in failed.begun.items():
-            assert torch.equal(value, failed.parameters[name])
+    split, _, _ = run(OwnClosure, callback={"accumulation_steps": 2})
+    failed, _, _ = run(OwnClosure, number=1, fault={"nth": 1, "min_bytes": 16})
+    assert isinstance(split.error, oomkit.SplitError)
+    assert "a step that passes a closure to SGD.step()" in str(split.error)
+    assert isinstance(failed.error, oomkit.OutOfMemory)
+    assert "not retried: an optimizer step with a closure" in str(failed.error)
+    for outcome in split, failed:
+        for name, value in outcome.begun.items():
+            assert torch.equal(value, outcome.parameters[name])
 
 
 def test_one_call_of_log_for_a_batch() -> None:
