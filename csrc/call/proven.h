@@ -55,6 +55,7 @@ typedef struct oomkit_proven {
     uint8_t level;
     uint8_t sequence_next;
     uint8_t labels;    /* among them ignored ones, not as many in each micro-batch */
+    uint8_t draws;     /* random numbers that parts of a proof can be given */
     uint8_t unseen;    /* a call does what no proof has shown: see oomkit_paths */
     uint64_t hooks;    /* that were registered by the end of the last call */
     uint64_t hooks_at; /* that call */

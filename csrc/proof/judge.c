@@ -24,6 +24,7 @@ oomkit_proof_judge(oomkit_proof *p)
     }
     if (known != NULL) {
         p->rule = Py_XNewRef(known->rule);
+        p->numbers = known->draws ? OOMKIT_NUMBERS_SAME : OOMKIT_NUMBERS_NONE;
     }
     p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
     p->draws = p->quieted == NULL ? NULL : PyObject_GetAttrString(p->judge, "draws");

@@ -815,9 +815,13 @@ prove_note(oomkit_proof *p, oomkit_slice own)
             return -1;
         }
     }
-    return oomkit_proven_note(call, Py_XNewRef(p->rule),
-                              PyObject_GetAttrString(p->judge, "tried"), p->sequence,
-                              p->level);
+    if (oomkit_proven_note(call, Py_XNewRef(p->rule),
+                           PyObject_GetAttrString(p->judge, "tried"), p->sequence,
+                           p->level) < 0) {
+        return -1;
+    }
+    oomkit_proven_find(call)->draws = p->numbers == OOMKIT_NUMBERS_SAME;
+    return 0;
 }
 
 /* As oomkit_prove(). */

@@ -128,20 +128,33 @@ oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng)
     return 1;
 }
 
+/* The module, where `state` (borrowed, may be NULL) is one of its stream's. 0 or -1. */
+static int
+streams_add_module(PyObject *found, const char *name, PyObject *state)
+{
+    OWNED PyObject *module = state == NULL ? NULL : PyImport_ImportModule(name);
+
+    return state == NULL ? 0 : module == NULL ? -1 : PyList_Append(found, module);
+}
+
 PyObject *
 oomkit_rng_streams(const oomkit_call *call)
 {
-    oomkit_memo *const memos[] = {call->entry.rng.others, call->entry.rng.streams};
-    PyObject *found = PyList_New(0); /* owned, returned */
+    const oomkit_rng *rng = &call->entry.rng;
+    oomkit_memo *const memos[] = {rng->others, rng->streams};
+    OWNED PyObject *found = PyList_New(0);
     size_t i;
 
-    for (i = 0; found != NULL && i < Py_ARRAY_LENGTH(memos); i++) {
+    if (found == NULL || streams_add_module(found, "random", rng->random_state) < 0 ||
+        streams_add_module(found, "numpy.random", rng->numpy_state) < 0) {
+        return NULL;
+    }
+    for (i = 0; i < Py_ARRAY_LENGTH(memos); i++) {
         EACH_MEMO (stream, memos[i]) {
             if (PyList_Append(found, stream.object) < 0) {
-                Py_CLEAR(found);
-                break;
+                return NULL;
             }
         }
     }
-    return found;
+    return STEAL(found);
 }

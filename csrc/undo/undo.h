@@ -186,7 +186,8 @@ oomkit_streams_restore(oomkit_state *st, const oomkit_rng *rng);
 /* 1 none has moved, 0, or -1. */
 int
 oomkit_streams_same(oomkit_state *st, const oomkit_rng *rng);
-/* Generators that have been marked, but for the default one. New list or NULL. */
+/* What has been marked, but for torch's default generator: generators, and the modules
+ * of Python's and numpy's streams. New list or NULL. */
 PyObject *
 oomkit_rng_streams(const oomkit_call *call);
 /* Of two states, which may hold arrays: 1 they are equal, 0 not or not known, -1. */

@@ -172,14 +172,14 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What is drawn next is something else: streams go back as all else does.
 
         Args:
-            streams: generators besides the default ones.
+            streams: what is put back besides torch's default generators: generators, and the
+                modules of Python and numpy.
             times: which time this is, from 1 on.
         """
         torch.rand(7 * times)
         if torch.cuda.is_available():
             torch.rand(7 * times, device="cuda")
-        numpy = sys.modules.get("numpy")
-        for stream in [random, *([numpy.random] if numpy else []), *streams]:
+        for stream in streams:
             for _ in range(times):
                 if isinstance(stream, torch.Generator):
                     torch.rand(7, generator=stream, device=stream.device)

@@ -157,6 +157,7 @@ class Proof:
         self._worst: tuple[float, str] = (0.0, "")
         self._made = ""
         self._chance = 0.0  # what random numbers alone change, relative, and some more
+        self._added: dict[int, float] = {}  # norms of what was added to gradients, by parameter
         self._by_chance: list[dict[str, Any]] = []  # results of the whole with other numbers
         # Parameters that the step itself has written to, as the whole leaves them and before.
         self._marks: list[Any] = []
@@ -367,7 +368,7 @@ class Proof:
                 {i: g for i, g in whole.gradients.items() if i not in same},
                 {i: g for i, g in made.items() if i not in same},
                 run,
-                lambda i: self.name_of(self._params[i]),
+                self._params.__getitem__,
                 "",
             )
             if not self.noise:
@@ -412,7 +413,9 @@ class Proof:
 
     # --- judging ---
 
-    def name_of(self, param: torch.Tensor) -> str:
+    def name_of(self, param: torch.Tensor | None) -> str:
+        if param is None:
+            return "a parameter"
         for root in self._roots:
             if isinstance(root, torch.nn.Module):
                 for name, each in root.named_parameters():
@@ -429,7 +432,7 @@ class Proof:
         whole: dict[int, torch.Tensor],
         made: dict[int, torch.Tensor],
         run: _Run,
-        name: Callable[[int], str],
+        param: Callable[[int], Any],
         where: str,
     ) -> None:
         entry = {} if where else self._entry
@@ -460,7 +463,8 @@ class Proof:
             if i in entry:  # sums on top of it are rounded to it
                 limit += self._limit * _CANCELS * values.norm(entry[i])
             if self.noise:
-                limit += self._chance * max(one, two) + self._limit * largest
+                added = self._added.get(id(param(i)), max(one, two))
+                limit += self._chance * added + self._limit * largest
             if not gap <= limit:
                 wrong.append((gap / (scale or 1.0), i))
             if one > 0.0 and i in made:
@@ -468,7 +472,7 @@ class Proof:
         if not wrong:
             return
         wrong.sort(reverse=True)
-        shown = ", ".join(name(i) for _, i in wrong[:_SHOWN])
+        shown = ", ".join(self.name_of(param(i)) for _, i in wrong[:_SHOWN])
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         self._fail(
             wrong[0][0],
@@ -507,14 +511,14 @@ class Proof:
                     abs(one - two) / max(abs(one), abs(two)),
                     f"{made.name} gets a different {where}: {two:.6g} instead of {one:.6g}",
                 )
-        names = {id(param): param for param in self._params}
+        params = {id(param): param for param in self._params}
         keys = list({*was.gradients, *made.gradients})
         order = {key: i for i, key in enumerate(keys)}
         self._compare_gradients(
             {order[k]: g for k, g in was.gradients.items()},
             {order[k]: g for k, g in made.gradients.items()},
             self._runs[self._now],
-            lambda i: self.name_of(names[keys[i]]) if keys[i] in names else "a parameter",
+            lambda i: params.get(keys[i]),
             f" at {made.name}",
         )
 
@@ -526,10 +530,12 @@ class Proof:
         seen = {}
         for i in {*whole.gradients, *other.gradients}:
             one, two = whole.gradients.get(i), other.gradients.get(i)
-            size = max([values.norm(g) for g in (one, two) if g is not None], default=0.0)
+            sizes = [values.added(g, self._entry.get(i)) for g in (one, two) if g is not None]
+            size = max(sizes, default=0.0)
             gap = values.apart(one, two) if one is not None and two is not None else size
             if size > 0.0 and math.isfinite(gap):
                 seen[i] = size, gap
+                self._added[id(self._params[i])] = size
         largest = max((size for size, _ in seen.values()), default=0.0)
         for size, gap in seen.values():
             if size > _CANCELS * largest:

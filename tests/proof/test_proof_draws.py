@@ -208,7 +208,11 @@ def _several_choices(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torc
 
 
 def _run(
-    loss: Loss, seed: int, trains: bool = True, y: torch.Tensor | None = None
+    loss: Loss,
+    seed: int,
+    trains: bool = True,
+    y: torch.Tensor | None = None,
+    gradient: float | None = None,
 ) -> oomkit.StepRecord:
     """One call that fails once in its backward, or in its forward where nothing trains."""
     print("seed", seed)
@@ -217,6 +221,9 @@ def _run(
     random.seed(seed)
     OWN.manual_seed(seed)
     model = nn.Linear(6, 4)
+    if gradient is not None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
 
     @oomkit.auto_batch(model=model)
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -352,6 +359,30 @@ def test_a_coarse_bound_is_as_narrow_as_chance() -> None:
         assert _run(shuffled, seed, y=y).accumulation_steps == 2
         with pytest.raises(oomkit.SplitError):
             _run(counts, seed, y=y)
+
+
+def test_a_coarse_bound_is_of_what_the_step_adds_to_gradients() -> None:
+    for seed in range(6):
+        assert _run(_mixed, seed, gradient=10.0).accumulation_steps == 2
+        with pytest.raises(oomkit.SplitError):
+            _run(_several_choices, seed, gradient=10.0)
+
+
+def test_streams_that_a_step_does_not_use_stay_where_they_are() -> None:
+    def states() -> Any:
+        return random.getstate(), np.random.get_state()[1].tolist()
+
+    random.seed(3)
+    np.random.seed(3)
+    before = states()
+    model = nn.Linear(6, 4)
+
+    @oomkit.auto_batch(model=model, accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        F.rrelu(model(x), training=True).square().mean().backward()
+
+    step(torch.randn(16, 6))
+    assert states() == before
 
 
 @pytest.mark.parametrize("loss", [_several, _several_at_the_end])
