@@ -124,7 +124,7 @@ def _own_state(model: torch.nn.Module) -> list[tuple[torch.nn.Module, PlainState
 def _is_left_alone(trainer: Any) -> bool:
     """Whether nobody's code but that of known libraries runs between two calls of a window."""
     return all(
-        type(callback).on_substep_end.__module__.startswith(_LIBRARIES)
+        callback.on_substep_end.__module__.startswith(_LIBRARIES)
         for callback in trainer.callback_handler.callbacks
     )
 

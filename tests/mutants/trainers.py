@@ -75,7 +75,7 @@ TRAINERS = [
         "oomkit/_proof/quiet.py",
         '        self._set(module, "train", lambda mode=True: module)',
         '        self._set(module, "oomkit", None)',
-        ("trainers/test_hf_sweep.py::test_training_survives[classes_dropout]",),
+        ("trainers/test_hf_protect.py::test_statistics_of_a_batch_are_said",),
     ),
     Mutant(
         "window-replayed-with-other-numbers",
@@ -206,7 +206,7 @@ TRAINERS = [
         "oomkit/_trainers/window.py",
         "            self._sound = self._gradients() == self._marks and all(",
         "            self._sound = all(",
-        ("trainers/test_hf_window.py::test_what_others_do_between_the_calls_is_not_lost[scaled]",),
+        ("trainers/test_hf_window.py::test_what_is_done_in_another_place_is_not_lost",),
     ),
     Mutant(
         "pictures-cut-by-rows",

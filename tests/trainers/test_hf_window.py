@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from typing import Any
@@ -275,6 +276,36 @@ def unseen(model: torch.nn.Module) -> None:
 def test_what_others_do_between_the_calls_is_not_lost(what: Any) -> None:
     def make() -> Any:
         return trainer(lm, tokens(32), callbacks=[Between(what)], **FOUR)
+
+    reference, _, _ = run(make, plain)
+    wanted = WANTED["once"]()
+    outcome, _, _ = run(make, lambda made: failing(protect(made), 7, wanted))
+    assert outcome.error is None
+    assert not any(AGAIN in line for line in outcome.said), outcome.said
+    assert not differences(reference, outcome, 1e-4)
+
+
+def by_an_attribute(made: Any) -> None:
+    callback: Any = hf.TrainerCallback()
+    callback.on_substep_end = lambda *_, **given: unseen(given["model"])
+    made.add_callback(callback)
+
+
+def by_an_accelerator(made: Any) -> None:
+    @contextlib.contextmanager
+    def no_sync(model: torch.nn.Module) -> Any:
+        yield
+        scaled(model)
+
+    made.accelerator.no_sync = no_sync
+
+
+@pytest.mark.parametrize("how", [by_an_attribute, by_an_accelerator])
+def test_what_is_done_in_another_place_is_not_lost(how: Any) -> None:
+    def make() -> Any:
+        made = trainer(lm, tokens(32), **FOUR)
+        how(made)
+        return made
 
     reference, _, _ = run(make, plain)
     wanted = WANTED["once"]()

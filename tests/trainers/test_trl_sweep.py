@@ -454,11 +454,14 @@ def test_scores_of_a_model_that_couples_rows_are_not_split(inexact: Any) -> None
 def test_what_is_proven_of_a_model_is_not_of_its_reference(tmp_path: Path) -> None:
     made = online("RLOO", beta=0.1, output_dir=tmp_path)
     made.ref_model.model.norm = torch.nn.Sequential(made.ref_model.model.norm, MeanOfRows())
+    expected = _scored(made, model=made.ref_model)
     protect(made)
     _first_fails(made)
+    _scored(made)  # in the third call of a step nothing would be compared
+    torch.testing.assert_close(_scored(made, model=made.ref_model)[0], expected[0])
     with pytest.raises(oomkit.SplitError):
         _first_fails(made, model=made.ref_model)
-    assert [record.outcome for record in records(made)] == ["finished", "error"]
+    assert [record.outcome for record in records(made)][2:] == ["finished", "error"]
 
 
 @pytest.mark.parametrize("evaluation", [True, False])
