@@ -325,8 +325,8 @@ MUTANTS = [
         "chance-explains-all",
         "a coarse comparison is as wide as three quarters of a gradient",
         "oomkit/_proof/judge.py",
-        "limit += self._chance * max(one, two) + self._limit * largest",
-        "limit += 0.75 * max(one, two) + self._limit * largest",
+        "limit += self._chance * added + self._limit * largest",
+        "limit += 0.75 * added + self._limit * largest",
         ("proof/test_proof_draws.py::test_a_coarse_bound_is_as_narrow_as_chance",),
     ),
     Mutant(
