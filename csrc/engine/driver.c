@@ -34,12 +34,13 @@ oomkit_oom_is_retried(oomkit_class class_, uint32_t ooms)
 void
 oomkit_call_lost(oomkit_call *call)
 {
-    const uint64_t now = oomkit_now_ns();
+    uint64_t now;
 
+    oomkit_window_lost(call); /* first: what phases have lost is part of the rest */
+    now = oomkit_now_ns();
     call->tries.lost_ns += now - call->tries.started_ns;
     call->tries.started_ns = now;
     call->tries.none_after = 0;
-    oomkit_window_lost(call);
 }
 
 /* --- end --- */
