@@ -123,10 +123,12 @@ def _own_state(model: torch.nn.Module) -> list[tuple[torch.nn.Module, PlainState
 
 def _is_left_alone(trainer: Any) -> bool:
     """Whether nobody's code but that of known libraries runs between two calls of a window."""
-    return all(
-        callback.on_substep_end.__module__.startswith(_LIBRARIES)
-        for callback in trainer.callback_handler.callbacks
-    )
+    for callback in trainer.callback_handler.callbacks:
+        called = type(callback).on_substep_end
+        own = getattr(callback, "__dict__", {}).get("on_substep_end", called)  # no look is counted
+        if not (getattr(own, "__module__", None) or "").startswith(_LIBRARIES):
+            return False
+    return True
 
 
 class _Now:
