@@ -33,7 +33,7 @@ __all__ = ["Draws"]
 _MADE = frozenset(
     "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial "
     "native_dropout normal normal_ poisson rand rand_like randint randint_like randn randn_like "
-    "random_ _sample_dirichlet _standard_gamma uniform_".split()
+    "randperm random_ _sample_dirichlet _standard_gamma uniform_".split()
 )
 _DEVICES = ("cpu", "cuda")
 _SEEDS = 2**62
@@ -242,7 +242,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rows is None or rows.dtype != numbers.dtype:
             self.kept = False
             return made
-        numbers.copy_(rows)
+        numbers.copy_(_C.exempt(functools.partial(_in_range, name, rows, given)))
         if name == "native_dropout" and args[1] < 1.0:
             torch.mul(args[0], numbers, out=made[0]).div_(1.0 - args[1])
         return made
@@ -273,9 +273,15 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.apart |= not _C.exempt(functools.partial(_close, rows, one))
             elif isinstance(one, float) and isinstance(kept, float):
                 self.apart |= not math.isclose(one, kept, rel_tol=_LIMIT)
-            elif isinstance(one, torch.Tensor) or one != kept:
+            elif isinstance(one, torch.Tensor) or (one != kept and not self._counts(one, kept)):
                 return False
         return True
+
+    def _counts(self, one: Any, kept: Any) -> bool:
+        """Whether it is the number of rows: numbers up to that choose among the other rows."""
+        part, whole = self._cut[self._slice][1], self._whole[1]
+        numbers = type(one) is int and type(kept) is int
+        return numbers and (one * whole == kept * part or kept - one == whole - part)
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
@@ -319,6 +325,20 @@ def _unmoved(device: torch.device, args: tuple[Any, ...], kwargs: Any) -> Iterat
     yield
     for generator, state in zip(given, states, strict=True):
         generator.set_state(state)
+
+
+def _in_range(name: str, rows: torch.Tensor, given: list[Any]) -> torch.Tensor:
+    """Numbers that choose among the rows of the whole choose among those of a part."""
+    if name == "randperm":
+        return rows.argsort().argsort()
+    low, high = 0, 0
+    if name == "multinomial":
+        high = given[0].shape[-1]
+    elif name in ("randint", "randint_like", "random_") and given:
+        low, high = given[-2] if len(given) > 1 else 0, given[-1] or 0
+    if high <= low or not bool((rows >= high).any()):
+        return rows
+    return low + (rows - low) % (high - low)
 
 
 def _numbers(made: Any) -> torch.Tensor:
