@@ -289,9 +289,12 @@ class Agreement(Call):
         with self._by_models():
             self._reducers[step].drain(begun=True)
 
+    def is_models(self) -> bool:
+        return self._models_own or torch._C._current_graph_task_id() != -1
+
     def own_collective(self, name: str) -> bool:
-        if self._models_own or torch._C._current_graph_task_id() != -1:
-            return False  # it is a communication hook's
+        if self.is_models():
+            return False
         self.settle_first()
         if self.committed:
             return False  # nothing begins again
@@ -342,12 +345,19 @@ class Agreement(Call):
             for reducer in self._reducers:
                 reducer.drain()
 
+    def _synchronises(self) -> bool:
+        """Does the step reduce gradients, as far as is known?"""
+        return self._waits or all(r.model.require_backward_grad_sync for r in self._reducers)
+
+    def is_waited_for(self) -> bool:
+        return self.world.shared and (self.weighs or self._synchronises())
+
     def _excuse(self, exception: BaseException) -> None:
         """An error leaves the call: who waits for this rank is told."""
         text = self.note(exception)
-        self._waits |= all(r.model.require_backward_grad_sync for r in self._reducers)
+        waits = self._synchronises()
         flying = any(reducer.flying for reducer in self._reducers)
-        awaited = flying or self._done > 0 or self.weighs or (self._cautious and self._waits)
+        awaited = flying or self._done > 0 or self.weighs or (self._cautious and waits)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
             self._drain()
         with contextlib.suppress(RuntimeError):
@@ -359,14 +369,14 @@ class Agreement(Call):
             self.world.give_up(text, self.matter(matters.COMMIT))
             return
         if not self.world.shared:
-            if self._waits and self._may_overlap:  # the others' first step is a reduction
+            if waits and self._may_overlap:  # the others' first step is a reduction
                 self.world.give_up(text, self.matter(matters.COMMIT))
                 self._post()
             else:
                 self.world.say(text)
             return
         self.world.say(text)
-        if self._waits or self.weighs:  # the others may begin a reduction at any time
+        if self.is_waited_for():  # the others may begin a reduction at any time
             with contextlib.suppress(RuntimeError):
                 self.fails_with(self._take_part)
 

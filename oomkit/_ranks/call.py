@@ -73,6 +73,10 @@ class Call:
     def own_collective_made(self) -> None:
         """It is made, or has failed."""
 
+    def is_models(self) -> bool:
+        """Are collectives that are made now the models', or their hooks'?"""
+        return False
+
     def weigh(self, items: list[float]) -> list[float]:
         """With ``global_weight=``: what this rank's losses, means of so many items, count in a
         mean over ranks that is to be one over the items of all."""
@@ -149,8 +153,12 @@ class Call:
         return self.lost or (self.unsettled and not _is_broken(exception))
 
     def is_over(self, exception: BaseException) -> bool:
-        """Was this an error of the step's own, after the updates of all?"""
-        return self.committed and not self.unsettled and not _is_broken(exception)
+        """Was this an error of the step's own, after the updates of all? They need nothing more,
+        but may wait in a collective of the step's own."""
+        over = self.committed and not self.unsettled and not _is_broken(exception)
+        if over:
+            self.world.say(f"{type(exception).__name__}: {exception}")
+        return over
 
     def not_come(self) -> None:
         """All begin again: neither vote on the update has been."""
@@ -176,6 +184,16 @@ class Call:
     def fails_with(self, follow: Follow) -> None:
         """This rank cannot go on; till the others come to a vote it takes part in what they do."""
         self.world.vote(FATAL, self.matter(matters.COMMIT), follow, PATIENCE)
+
+    def misses(self) -> None:
+        """Another rank has failed, and does not come to the collective that this one waits in: it
+        waits for a vote, if it has one due."""
+        if not self.committed and self.is_waited_for():
+            self.vote(FINE, matters.COMMIT)
+
+    def is_waited_for(self) -> bool:
+        """Does a rank that cannot go on wait for the others' votes?"""
+        return True
 
     def is_lost(self, exception: BaseException) -> bool:
         """Is it of a collective that lacks a rank, and not of the rows of a micro-batch?"""

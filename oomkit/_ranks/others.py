@@ -147,6 +147,14 @@ class Others:
                 found.append((rank, f"rank {rank} said: {said}"))
         return found
 
+    def failed(self) -> tuple[int, str] | None:
+        """One that has told of an error in this call, and which."""
+        for rank in self._every():
+            said = self.said(rank, 0)
+            if said:
+                return rank, said
+        return None
+
     def _look(self, rank: int) -> str:
         pid, started = self.told[rank]["process"]
         state = _C._Vote.look(pid, started)

@@ -370,6 +370,9 @@ class Sharded(Call):
         _C.exempt(self._give_held)
         return 0
 
+    def is_models(self) -> bool:
+        return self._making or self.reducing
+
     def own_collective(self, name: str) -> bool:
         if self._making:
             return False

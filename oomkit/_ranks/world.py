@@ -19,6 +19,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ _FUNCTIONAL = (
     "all_to_all_single all_to_all_single_autograd broadcast permute_tensor "
     "reduce_scatter_tensor reduce_scatter_tensor_autograd"
 ).split()
+_LOOKS = datetime.timedelta(seconds=0.25)
+"""Between two looks, in a collective of a step's own, for a rank that has failed in this call."""
 _present: World | None = None
 
 
@@ -107,6 +110,10 @@ class World:
         """What the call that runs agrees on, or None."""
         self.kept: Any = None
         """Parts of the others' reductions that they had not come to when a call ended."""
+        self.owns = False
+        """A collective of the step's own is made now."""
+        self._own: set[int] = set()
+        """Those of this call that are waited for later."""
         self._store = dist.distributed_c10d._get_default_store()
         self._key = f"oomkit/{_start()}{next(_generations)}"
         self.others = self._hello(version)
@@ -232,6 +239,7 @@ class World:
             self._way.follows = follows
         self.calls += 1
         self.others.call = self.calls
+        self._own.clear()
 
     # ---- voting
 
@@ -300,6 +308,42 @@ class World:
         self.say(text)
         self._way.give_up(matter)
 
+    # ---- collectives of a step's own
+
+    def make(self, name: str, make: Callable[[], Any]) -> Any:
+        """One of them, in which the others are, outside the budget."""
+        self.owns = "send" not in name and "recv" not in name  # gloo gives up those at a timeout
+        try:
+            made = _C.exempt(make)
+        finally:
+            self.owns = False
+        if isinstance(made, dist.Work):
+            self._own.add(id(made))
+        return made
+
+    def wait(self, work: Any, plain: Callable[..., Any]) -> Any:
+        """For one of them. Gloo has no means to end what a rank does not come to: so a rank that
+        waits looks for others that have failed in this call, and ends by their error."""
+        groups = dist.distributed_c10d._world.pg_map
+        if not (self.owns or id(work) in self._own) or any(
+            dist.get_backend(group) != "gloo" for group in groups
+        ):
+            return plain(work)
+        while True:
+            over = work.is_completed()  # then an error is its own, and not that it takes longer
+            try:
+                return plain(work, _LOOKS)
+            except RuntimeError:
+                if over:
+                    raise
+            failed = self.others.failed()
+            if failed is not None:
+                self.present.misses()
+                raise error(
+                    f"rank {failed[0]} cannot continue: {failed[1]}{_C.see('rank-failed')}",
+                    failed[0],
+                )
+
     # ---- words
 
     def say(self, text: str) -> None:
@@ -353,6 +397,25 @@ def watch() -> None:
     functional = sys.modules.get("torch.distributed._functional_collectives")
     for name in _FUNCTIONAL:
         _watch(functional, name)
+    _watch_waits()
+
+
+def _watch_waits() -> None:
+    """Have ranks that wait in a collective of the step's own look at the others."""
+    work: Any = dist.Work
+    plain = work.wait
+    if hasattr(plain, "_oomkit_plain"):
+        return
+
+    @functools.wraps(plain)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        world = _present
+        if args or kwargs or world is None or world.present is None:
+            return plain(self, *args, **kwargs)
+        return world.wait(self, plain)
+
+    wait._oomkit_plain = plain  # type: ignore[attr-defined]
+    work.wait = wait
 
 
 def _watch(module: Any, name: str) -> None:
@@ -373,7 +436,9 @@ def _watch(module: Any, name: str) -> None:
         if agreement.own_collective(name):
             return None if module is dist else args[0]
         try:
-            return _C.exempt(lambda: plain(*args, **kwargs))  # the others are in it
+            if agreement.is_models():
+                return _C.exempt(lambda: plain(*args, **kwargs))
+            return world.make(name, lambda: plain(*args, **kwargs))
         finally:
             agreement.own_collective_made()
 

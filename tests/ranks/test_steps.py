@@ -92,6 +92,7 @@ JOINED: dict[str, dict[str, Any]] = {
         always=lambda case: case[0] == "plain" or case in NAMED,
     )
 }
+WAITS = ("at once", "later", "after the update")
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("steps:split_from_the_start", {}),
     **{
@@ -123,6 +124,10 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("steps:static_graph", {}),
     "static that changes": ("steps:static_that_changes", {}),
     "pipelined": ("steps:pipelined", {}),
+    **{
+        f"waiting {how} {s}": ("steps:waiting", {"waits": how, "sharded": s})
+        for how, s in itertools.product(WAITS, (False, True))
+    },
     **{
         f"own {f} {p}": ("steps:own_collective", {"fails": f, "phase": p, "nth": n})
         for f, p, n in OWN
@@ -188,6 +193,16 @@ def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str) -> N
         assert right
         assert "RankError" in said and f"rank {fails} cannot continue" in said
         assert "all_reduce() of the step's own" in said or "torch.distributed.all_reduce" in said
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("how", WAITS)
+def test_an_error_reaches_a_rank_in_a_collective_of_the_steps_own(how: str, sharded: bool) -> None:
+    """The rank that has it goes on, and closes no connection."""
+    (first, waited), (healthy, own) = _of(f"waiting {how} {sharded}")
+    assert first == healthy == "nothing"
+    assert own.startswith("TypeError: ")
+    assert message_of(waited).startswith("RankError: rank 1 cannot continue: TypeError: ")
 
 
 def test_a_collective_after_the_update_is_nobodys_affair() -> None:

@@ -244,6 +244,44 @@ def own_collective(rank: Rank) -> list[Any]:
     return [right, raised(fails)]
 
 
+def waiting(rank: Rank) -> list[Any]:
+    """An error of one rank while the other one is in a collective of the step's own."""
+    model, _, x, y = prepare(rank)
+    if rank.arguments["sharded"]:
+        from torch.distributed.fsdp import fully_shard
+
+        model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group, waits, bad = dist.new_group(), rank.arguments["waits"], False
+
+    def collective(loss: torch.Tensor) -> None:
+        if bad and rank.rank == 1:
+            dist.all_reduce("a loss", group=group)
+        elif waits == "later":
+            work: Any = dist.all_reduce(loss.detach().clone(), group=group, async_op=True)
+            work.wait()
+        else:
+            dist.all_reduce(loss.detach().clone(), group=group)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        if waits != "after the update":
+            collective(loss)
+        loss.backward()
+        optimizer.step()
+        if waits == "after the update":
+            collective(loss)
+
+    found = []
+    for bad in (False, True):
+        found.append(raised(lambda: step(x, y)))
+    alive = torch.zeros(())
+    dist.all_reduce(alive)  # in the default group: nobody has ended
+    return found
+
+
 def after_the_update(rank: Rank) -> list[Any]:
     """A collective after the update is nobody's affair, in a step that is split, too."""
     model, optimizer, x, y = prepare(rank)
