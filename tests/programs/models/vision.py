@@ -130,13 +130,14 @@ def _linear_classifier() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=5e-3)
 
 
-@program("equal", decorated='@oomkit.auto_batch(verify=True, rng="all")', compare="slices")
+@program("equal", decorated='@oomkit.auto_batch(verify=False, rng="all")', compare="slices")
 def mixup_inside(world: World) -> None:
-    """Mixup inside the step: numpy's beta, and a permutation of the rows that a micro-batch has."""
+    """Mixup inside the step: numpy's beta, and a permutation of the rows that a micro-batch has,
+    which is no split that a proof would let pass."""
     model, optimizer = _linear_classifier()
     world.keep(model, optimizer)
 
-    @world.auto_batch(verify=True, rng="all")
+    @world.auto_batch(verify=False, rng="all")
     def train_step(images: torch.Tensor, labels: torch.Tensor) -> float:
         share = float(np.random.beta(0.4, 0.4))
         other = torch.randperm(len(images))
