@@ -42,8 +42,7 @@ def _timed(call: Callable[[], object], count: int) -> tuple[float, float]:
         begin = time.perf_counter_ns()
         call()
         times.append((time.perf_counter_ns() - begin) / 1000)
-    times.sort()
-    return statistics.median(times), times[int(len(times) * 0.99)]
+    return _middle(times)
 
 
 WAYS = {
@@ -77,24 +76,23 @@ def _votes(count: int) -> dict[str, tuple[float, float]]:
         dist.barrier()
         found[name] = _timed(call, count)
     vote, gloo = list(rows.values())[:2]
-    ratios = sorted(_timed(vote, 1)[0] / _timed(gloo, 1)[0] for _ in range(count))
-    found["oomkit's vote / gloo all_reduce, pair by pair"] = (
-        statistics.median(ratios),
-        ratios[int(len(ratios) * 0.99)],
-    )
+    ratios = [_timed(vote, 1)[0] / _timed(gloo, 1)[0] for _ in range(count)]
+    found["oomkit's vote / gloo all_reduce, pair by pair"] = _middle(ratios)
     return found
 
 
 LAYERS = 8
+ROW = 20
+"""Steps that nothing but their own collectives holds together."""
 
 
-def _model(kind: str) -> tuple[nn.Module, Any]:
+def _model(kind: str, width: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
-        layers += [nn.Linear(256, 256), nn.ReLU()]
+        layers += [nn.Linear(width, width), nn.ReLU()]
     model: nn.Module = nn.Sequential(*layers)
-    if kind == "DDP":
+    if kind.startswith("DDP"):
         model = DistributedDataParallel(model)
     else:
         for layer in layers[::2]:
@@ -103,10 +101,14 @@ def _model(kind: str) -> tuple[nn.Module, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def _steps(kind: str, count: int) -> dict[str, tuple[float, float]]:
-    """A healthy step, bare and decorated in turn; and one that fails once on the last rank."""
-    model, optimizer = _model(kind)
-    x, y = torch.randn(64, 256), torch.randn(64, 256)
+Call = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def _healthy(kind: str, width: int, count: int) -> tuple[dict[str, tuple[float, float]], Call, Any]:
+    """A step, bare and decorated in turn: by the clock, and by the processor's time of its own
+    thread, with what it spins for others. Rows, the step, its model."""
+    model, optimizer = _model(kind, width)
+    x, y = torch.randn(64, width), torch.randn(64, width)
 
     def bare(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -118,24 +120,45 @@ def _steps(kind: str, count: int) -> dict[str, tuple[float, float]]:
         bare(x, y)
         step(x, y)
     times: dict[str, list[float]] = {"bare": [], "decorated": []}
-    ratios = []
+    processor: dict[str, list[float]] = {"bare": [], "decorated": []}
     for turn in range(count):
         order = [("bare", bare), ("decorated", step)]
         for name, call in order if turn % 2 == 0 else order[::-1]:
             dist.barrier()
+            begin = time.thread_time_ns()
             times[name] += [_timed(lambda call=call: call(x, y), 1)[0]]
-        ratios.append(times["decorated"][-1] / times["bare"][-1])
-    found = {}
-    ratios.sort()
-    for name, values in times.items():
-        values.sort()
-        found[f"{kind} step, {name}"] = statistics.median(values), values[int(len(values) * 0.99)]
-    found[f"{kind} step, decorated / bare, pair by pair"] = (
-        statistics.median(ratios),
-        ratios[int(len(ratios) * 0.99)],
-    )
+            processor[name] += [(time.thread_time_ns() - begin) / 1000]
+    found = {f"{kind} step, {name}": _middle(values) for name, values in times.items()}
+    rows: list[float] = []
+    for _ in range(max(5, count // ROW)):
+        took = []
+        for call in (bare, step):
+            dist.barrier()
+            took.append(_timed(lambda call=call: [call(x, y) for _ in range(ROW)], 1)[0])
+        rows.append(took[1] / took[0])
+    found[f"{kind} step, decorated / bare, {ROW} in a row"] = _middle(rows)
+    ratios = [ours / bare for bare, ours in zip(*times.values(), strict=True)]
+    found[f"{kind} step, decorated / bare, pair by pair"] = _middle(ratios)
+    more = [ours - bare for bare, ours in zip(*processor.values(), strict=True)]
+    found[f"{kind} step, bare, processor"] = _middle(processor["bare"])
+    found[f"{kind} step, decorated - bare, processor"] = _middle(more)
+    return found, bare, model
+
+
+def _middle(values: list[float]) -> tuple[float, float]:
+    """Median and 99th percentile."""
+    values = sorted(values)
+    return statistics.median(values), values[int(len(values) * 0.99)]
+
+
+def _steps(kind: str, count: int) -> dict[str, tuple[float, float]]:
+    """A healthy step, and one that fails once on the last rank."""
+    found, bare, model = _healthy(kind, 256, count)
+    step = oomkit.auto_batch(bare, verify=False, reduction="mean")
+    x, y = torch.randn(64, 256), torch.randn(64, 256)
+    step(x, y)
     failing = []
-    for _ in range(max(3, count // 20)):
+    for _ in range(max(3, min(count // 20, 10))):
         fresh = oomkit.auto_batch(
             lambda x, y: bare(x, y), verify=False, reduction="mean", model=model
         )
@@ -199,8 +222,9 @@ def _rank(rank: int, world: int, folder: str, count: int, machines: list[int]) -
     if len(machines) > 1:
         worlds._node = lambda: of[rank]
     found = _votes(count)
-    for kind in ("DDP", "FSDP2"):
-        found |= _steps(kind, max(20, count // 20))
+    for kind, steps in (("DDP", count // 4), ("FSDP2", count // 20)):
+        found |= _steps(kind, max(20, steps))
+    found |= _healthy("wide DDP", 1024, max(20, count // 20))[0]
     if rank == 0:
         lines = [f"{n:50s} {median:10.2f} {late:10.2f}" for n, (median, late) in found.items()]
         Path(folder, "table").write_text("\n".join(lines))

@@ -24,6 +24,7 @@ vote. The first reduction of such another attempt is voted on, and nothing overl
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 import weakref
@@ -43,7 +44,7 @@ from .joins import refusal as join_refusal
 from .reducer import UNTOUCHED, Reducer, reducer_of
 from .reducer import refusal as reducer_refusal
 from .ways import AGAIN, FATAL, FINE, NEVER, STOP
-from .world import World, meet
+from .world import World, meet, present
 
 _PLAIN_HOOKS = frozenset({"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"})
 """One collective for each bucket, and no state: of torch's own."""
@@ -74,17 +75,14 @@ class Agreement(Call):
         self._reducers = [reducer_of(self, model) for model in models]
         self._whole = True
         # Torch's first reduction of a static graph is another one, and all begin it or none.
-        self._cautious = step not in world.at_ease or any(r.first for r in self._reducers)
+        self._cautious = not self.eased or any([r.first for r in self._reducers])
         self._done = 0  # reductions of this attempt
         self._before: dict[Reducer, int] = {}
         self._models_own = False
-        self._may_overlap = len(models) == 1 and all(
-            getattr(hook, "__name__", "") in _PLAIN_HOOKS
-            and getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
-            for hook, _ in models[0]._comm_hooks
-        )
-        self._once = not self._may_overlap and any(model._comm_hooks for model in models)
-        self._waits = joined is not None or all(m.require_backward_grad_sync for m in models)
+        hooked = any([model._comm_hooks for model in models])
+        self._may_overlap = len(models) == 1 and (not hooked or _are_plain(models[0]._comm_hooks))
+        self._once = hooked and not self._may_overlap
+        self._waits = joined is not None or all([m.require_backward_grad_sync for m in models])
         self._over = False
         """Inside join(): all have come to the end, without a reduction."""
         try:
@@ -146,7 +144,8 @@ class Agreement(Call):
         return 0
 
     def backward_ends(self) -> int:
-        self.opens_again()
+        if self.settled:
+            self.opens_again()
         flying = [reducer for reducer in self._reducers if reducer.flying]
         if flying:
             for reducer in flying:
@@ -185,20 +184,19 @@ class Agreement(Call):
             return 2
         if tight > 0 and self._joined is not None and not self._joined.votes_again():
             tight = 0
-        eased = self.step in self.world.at_ease
         if not self.agreed_commit(tight):
             return 1
         if self._joined is not None and not self._joined.is_full():
-            self._ease_without_all(eased)
+            self._ease_without_all()
         for reducer in self._reducers:
             reducer.ends()
         return 2 + self.tight if self.tight else 0
 
-    def _ease_without_all(self, eased: bool) -> None:
+    def _ease_without_all(self) -> None:
         """Those who have left know of no step that it went well, but that one had trouble."""
         if self.step not in self.world.at_ease:
             self.world.at_ease.clear()
-        elif not eased:
+        elif not self.eased:
             self.world.at_ease.discard(self.step)
 
     def returned(self) -> int:
@@ -381,6 +379,15 @@ class Agreement(Call):
                 self.fails_with(self._take_part)
 
 
+def _are_plain(hooks: list[Any]) -> bool:
+    """Are they torch's own, of one collective for each bucket, and no state?"""
+    return all(
+        getattr(hook, "__name__", "") in _PLAIN_HOOKS
+        and getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.")
+        for hook, _ in hooks
+    )
+
+
 def _is_done(work: Any) -> bool:
     """Of a collective, or of the future of one."""
     return bool(work.is_completed() if hasattr(work, "is_completed") else work.done())
@@ -444,8 +451,21 @@ def _refusal(model: Any) -> str | None:
     return _looked_at[model]
 
 
+def _is_known(world: World, model: Any) -> bool:
+    """Is it one of those that calls were agreed on over, and has nothing come to it since?"""
+    of = model.__dict__
+    return model in world.known and not (
+        of["static_graph"] or of["_join_config"].enable or "buffer_hook" in of
+    )
+
+
+@functools.cache
+def _is_sharded_kind(kind: Any) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+
+
 def _is_sharded(model: Any) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__)
+    return _is_sharded_kind(type(model))
 
 
 def _way(models: list[Any]) -> tuple[Any, list[Any], str | None]:
@@ -464,6 +484,17 @@ def _way(models: list[Any]) -> tuple[Any, list[Any], str | None]:
     return kind, models, next((found for found in map(refusal, models) if found is not None), None)
 
 
+def _begin(
+    world: World, step: object, models: list[Any], kind: Any = Agreement, *also: Joined | None
+) -> Call:
+    try:
+        call: Call = kind(world, step, models, *also)
+    except RuntimeError as failed:  # of a collective that it begins with
+        world.note(failed)
+        raise
+    return call
+
+
 def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> Call | None:
     """A call begins over models that are spread over ranks; None: it is not agreed on.
 
@@ -475,6 +506,10 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
     """
     if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
         return None
+    world = present()
+    if world is not None and len(models) == 1 and not weighs and _is_known(world, models[0]):
+        world.enters()
+        return _begin(world, step, models)
     kind: Any = None
     why: str | None = "no model of its is in DistributedDataParallel or fully_shard()"
     if models:
@@ -487,17 +522,11 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
             why, joined = begin_joined(models[0])
     if why is None:
         world = meet()
-        if world.follows or kind is Agreement:
-            try:
-                call: Call = (
-                    Agreement(world, step, models, joined)
-                    if kind is Agreement
-                    else kind(world, step, models)
-                )
-            except RuntimeError as failed:  # of a collective that it begins with
-                world.note(failed)
-                raise
-            return call
+        if kind is Agreement:
+            world.known.update(models)
+            return _begin(world, step, models, kind, joined)
+        if world.follows:
+            return _begin(world, step, models, kind)
         why = "fully_shard() needs memory that ranks of a machine can share (/dev/shm)"
     if weighs and dist.get_world_size() > 1:
         raise _C.SplitError(

@@ -28,6 +28,8 @@ class Call:
         self.world = world
         self.step = step
         world.begin(self.sharded)
+        self.eased = step in world.at_ease
+        """All ranks came through its last call without trouble."""
         self.trouble = False
         self.committed = False
         self.tight = 0
@@ -117,7 +119,7 @@ class Call:
             return False
         if largest % TIGHT == TROUBLE:
             self.world.at_ease.discard(self.step)
-        else:
+        elif not self.eased:
             self.world.at_ease.add(self.step)
         self.committed, self.tight = True, largest // TIGHT
         return True

@@ -94,8 +94,7 @@ class Reducer:
         self.due, self._outputs = True, outputs
         if self._agreement.overlaps():
             if not self.flying:
-                self.sent = self.count()
-            self.flying = True
+                self.sent, self.flying = self.count(), True
             self.real.prepare_for_backward(outputs)
 
     def hand_over(self) -> None:

@@ -102,9 +102,12 @@ class World:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.patience = _patience(group)
+        self._seconds = self.patience.total_seconds()
         self.calls = 0
         self.at_ease: weakref.WeakSet[Any] = weakref.WeakSet()
         """Steps whose last call all ranks came through without trouble, to its update or end."""
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Models of DistributedDataParallel that calls were agreed on over."""
         self.thread = 0
         self.present: Any = None
         """What the call that runs agrees on, or None."""
@@ -233,6 +236,10 @@ class World:
         """Can ranks tell each other of the steps that they make together?"""
         return not isinstance(self._way, Gloo)
 
+    def enters(self) -> None:
+        """A call in this thread."""
+        self.thread = threading.get_ident()
+
     def begin(self, follows: bool) -> None:
         """A call that is agreed on, of a model that is sharded or of another one."""
         if isinstance(self._way, Nodes):
@@ -279,7 +286,7 @@ class World:
         Raises:
             RankError: a rank cannot go on, does not come, or votes on something else.
         """
-        seconds = self.patience.total_seconds() if patience is None else patience
+        seconds = self._seconds if patience is None else patience
         largest, rank, same = self._way.vote(word, matter, follow, seconds)
         if largest >= FATAL:
             if rank == self.rank:
@@ -448,9 +455,9 @@ def _watch(module: Any, name: str) -> None:
 
 def present() -> World | None:
     """That of the present default group, if its ranks have met."""
-    initialized = dist.is_available() and dist.is_initialized()
-    group = dist.distributed_c10d._get_default_group() if initialized else None
-    return _present if _present is not None and _present.group() is group else None
+    if _present is None or not dist.is_initialized():
+        return None
+    return _present if _present.group() is dist.distributed_c10d._get_default_group() else None
 
 
 def meet() -> World:
@@ -461,5 +468,5 @@ def meet() -> World:
         version = sys.modules[__name__.partition(".")[0]].__version__
         _present = World(group, version)
         watch()
-    _present.thread = threading.get_ident()
+    _present.enters()
     return _present
