@@ -465,7 +465,8 @@ def _is_sharded_kind(kind: Any) -> bool:
 
 
 def _is_sharded(model: Any) -> bool:
-    return _is_sharded_kind(type(model))
+    kind: type = type(model)
+    return _is_sharded_kind(kind)
 
 
 def _way(models: list[Any]) -> tuple[Any, list[Any], str | None]:
