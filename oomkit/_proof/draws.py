@@ -92,7 +92,8 @@ class _Drawn:
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Entered for each run of a proof: what the whole draws, its parts are given.
 
-    `kept` tells whether they all were, `apart` whether some were drawn from other values there.
+    `kept` tells whether they all were, `apart` whether some were drawn from other values there,
+    `chooses` whether some are among as many as there are rows.
     """
 
     supports_higher_order_operators = True
@@ -104,7 +105,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.apart = True, False
+        self.kept, self.apart, self.chooses = True, False, False
         self._several = self._halved = self._turned = False
         self._first: bool | None = None  # in the first order: kept
         self._drawn: list[_Drawn] = []
@@ -127,7 +128,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stream = torch.get_rng_state()
         if records:
             self._drawn, self._whole = [], cut[0]
-            self._several = self._halved = False
+            self._several = self._halved = self.chooses = False
             self._first = None
 
     def end_slice(self) -> None:
@@ -281,7 +282,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether it is the number of rows: numbers up to that choose among the other rows."""
         part, whole = self._cut[self._slice][1], self._whole[1]
         numbers = type(one) is int and type(kept) is int
-        return numbers and (one * whole == kept * part or kept - one == whole - part)
+        counts = numbers and (one * whole == kept * part or kept - one == whole - part)
+        self.chooses |= counts
+        return counts
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:

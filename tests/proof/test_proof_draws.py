@@ -320,6 +320,14 @@ def test_random_numbers_hide_no_coupled_rows(loss: Loss, trains: bool) -> None:
             _run(loss, seed, trains)
 
 
+def test_the_error_says_what_is_chosen_by_chance() -> None:
+    with pytest.raises(oomkit.SplitError, match="torch.randperm for MixUp.*before the step"):
+        _run(_mixed, 0)
+    with pytest.raises(oomkit.SplitError) as raised:
+        _run(_counts, 0)
+    assert "by random numbers" not in str(raised.value)
+
+
 def _augmented(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if not model.training:
         return x
