@@ -83,6 +83,14 @@ MUTANTS = [
         (f"{WORLD}::test_another_world_with_the_same_store_is_an_error_on_all",),
     ),
     Mutant(
+        "error-not-looked-for-in-a-collective",
+        "a rank in a collective of the step's own ends by the error of one that does not come",
+        "oomkit/_ranks/world.py",
+        "            failed = self.others.failed()\n",
+        "            failed = None\n",
+        (f"{STEPS}::test_an_error_reaches_a_rank_in_a_collective_of_the_steps_own[at once-ddp]",),
+    ),
+    Mutant(
         "updates-not-voted-on",
         "after an update that was tight on some rank all say whether theirs has worked",
         "oomkit/_ranks/call.py",

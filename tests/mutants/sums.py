@@ -312,6 +312,14 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "rows-chosen-by-chance",
+        "numbers that choose among the rows are compared coarsely",
+        "oomkit/_proof/draws.py",
+        "        counts = numbers and (",
+        "        counts = False and (",
+        ("proof/test_proof_draws.py::test_the_error_says_what_is_chosen_by_chance",),
+    ),
+    Mutant(
         "random-numbers-hide",
         "parts that draw random numbers are compared coarsely at once",
         "csrc/proof/compare.c",
