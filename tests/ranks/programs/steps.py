@@ -284,25 +284,31 @@ def waiting(rank: Rank) -> list[Any]:
 
 def after_the_update(rank: Rank) -> list[Any]:
     """A collective after the update is nobody's affair, in a step that is split, too."""
-    model, optimizer, x, y = prepare(rank)
+    model, _, x, y = prepare(rank)
+    if rank.arguments["sharded"]:
+        from torch.distributed.fsdp import fully_shard
 
-    @oomkit.auto_batch(verify=False)
+        model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = torch.ones(())
+
+    @oomkit.auto_batch(verify=rank.arguments["verify"])
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         if oomkit.current().is_last:
+            dist.barrier()
             mean = loss.detach().clone()
-            dist.all_reduce(mean)
+            work: Any = dist.all_reduce(mean, async_op=True)
+            work.wait()
+            dist.all_reduce(made)
 
     step(x, y)
-    if rank.rank == 0:
-        with inject_oom(nth=1):
-            step(x, y)
-    else:
+    with inject_oom(nth=1) if rank.rank == 0 else contextlib.nullcontext():
         step(x, y)
-    return [step.records[-1].accumulation_steps]
+    return [step.records[-1].accumulation_steps, made.item()]
 
 
 def hidden_optimizer(rank: Rank) -> list[Any]:
