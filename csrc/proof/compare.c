@@ -202,6 +202,33 @@ oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text)
 }
 
 int
+oomkit_proof_raises(oomkit_proof *p, PyObject **text)
+{
+    const oomkit_slice cut[2] = {{p->start, p->first},
+                                 {p->start + p->first, p->length - p->first}};
+    PyObject *exception; /* owned, given back */
+
+    p->no_parts = 1;
+    if (p->numbers != OOMKIT_NUMBERS_SAME) {
+        return -1;
+    }
+    exception = oomkit_exception_take();
+    p->numbers = OOMKIT_NUMBERS_OTHER;
+    if (whole_by_chance(p) == 0 && oomkit_proof_run(p, "parts", cut, 2, NULL) == 0) {
+        Py_DECREF(exception);
+        p->no_parts = 0;
+        *text = PyUnicode_FromString("the step raises an error of its own where a part "
+                                     "has the random numbers of its rows");
+        return *text == NULL ? -1 : 0;
+    }
+    oomkit_error_dismiss(); /* the first one tells as much */
+    p->numbers = OOMKIT_NUMBERS_SAME;
+    p->by_chance = 0;
+    oomkit_exception_give(exception);
+    return -1;
+}
+
+int
 oomkit_proof_covers(const oomkit_proof *p)
 {
     return p->start == 0 && p->length == p->call->batch.rows;

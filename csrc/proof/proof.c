@@ -70,14 +70,13 @@ proof_parts(oomkit_proof *p, PyObject **text)
     }
     if (!oomkit_proof_rows_even(p) || p->first == first) {
         p->first = first;
-        p->no_parts = 1;
         oomkit_exception_give(exception);
-        return -1;
+        return oomkit_proof_raises(p, text);
     }
     Py_DECREF(exception);
     result = oomkit_proof_compare(p, p->first, text);
-    p->no_parts = result < 0 && oomkit_proof_own_error(p->call);
-    return result;
+    return result < 0 && oomkit_proof_own_error(p->call) ? oomkit_proof_raises(p, text)
+                                                         : result;
 }
 
 /* --- weights --- */

@@ -162,6 +162,11 @@ oomkit_proof_kept(oomkit_proof *p, int drawn);
 int
 oomkit_proof_after(oomkit_proof *p, int kept);
 
+/* The step has raised an error of its own, which is in flight, on parts of these rows:
+ * on any, or because of numbers that they were given? Then *text says so, and 0 is
+ * returned. Else -1, with that error. */
+int
+oomkit_proof_raises(oomkit_proof *p, PyObject **text);
 /* Was that the step's own error, which another size may not raise? */
 int
 oomkit_proof_own_error(const oomkit_call *call);

@@ -29,7 +29,7 @@ __all__ = ["Draws"]
 
 # Operators that make nothing but random numbers, by what they are made of besides sizes: a name
 # that ends in _ overwrites its first argument, one that ends in _like takes no more than its
-# shape. All others (an attention with dropout, a permutation of rows) draw anew in each part.
+# shape. All others (an attention with dropout, compiled functions) draw anew in each part.
 _MADE = frozenset(
     "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial "
     "native_dropout normal normal_ poisson rand rand_like randint randint_like randn randn_like "
@@ -68,10 +68,10 @@ class _Kept:
             at, odd = divmod(every * start, whole)
             if every * length != part * whole or odd:  # as many as a mask has left
                 at = every - part
-                if start == 0:
-                    at = 0
-                elif start + length < whole or self.taken.get(dim) != at:
+                if start > 0 and start + length < whole:
                     return None
+                if start == 0 or self.taken.get(dim) != at:  # or fewer, as tokens of the longest
+                    at = 0
             elif turned and every % whole == 0:
                 found = found.unflatten(dim, (every // whole, whole))  # type: ignore[no-untyped-call]
                 found = found.narrow(dim + 1, start, length).flatten(dim, dim + 1)
@@ -93,7 +93,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Entered for each run of a proof: what the whole draws, its parts are given.
 
     `kept` tells whether they all were, `apart` whether some were drawn from other values there,
-    `chooses` whether some are among as many as there are rows.
+    `chooses` whether some are among as many as the number of rows makes: they are brought into the
+    range that a part has.
     """
 
     supports_higher_order_operators = True
@@ -207,7 +208,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._turned, self._several, kept = not self._turned, False, self._first
         if not kept:
             return 2
-        return 3 if self._halved else 0
+        return 3 if self._halved and not self.chooses else 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -239,7 +240,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(numbers) is not torch.Tensor:
             return made
         self._next += 1
-        rows = self._rows(drawn.numbers, numbers.shape)
+        rows = self._rows(name, drawn.numbers, numbers.shape)
         if rows is None or rows.dtype != numbers.dtype:
             self.kept = False
             return made
@@ -252,13 +253,14 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._next += 1
         self._drawn.append(_Drawn(name, _Kept(_numbers(made)), _kept(given)))
 
-    def _rows(self, kept: _Kept, shape: torch.Size) -> torch.Tensor | None:
+    def _rows(self, name: str, kept: _Kept, shape: torch.Size) -> torch.Tensor | None:
         start, length = self._cut[self._slice]
         first, whole = self._whole
         for part, every in zip(shape, kept.value.shape, strict=False):
             several = part != every > whole and every % whole == 0
             self._several |= several and self._first is None
-            self._halved |= part != every < whole and abs(2 * every - whole) <= 2
+            fewer = part != every < whole and abs(2 * every - whole) <= 2
+            self._halved |= fewer and name != "randperm"
         return kept.rows(shape, start - first, length, whole, self._turned)
 
     def _fits(self, given: list[Any], drawn: _Drawn) -> bool:
@@ -268,23 +270,21 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         for one, kept in zip(given, drawn.given, strict=True):
             if isinstance(one, torch.Tensor) and isinstance(kept, _Kept):
-                rows = self._rows(kept, one.shape)
+                rows = self._rows(drawn.name, kept, one.shape)
                 if rows is None:
                     return False
                 self.apart |= not _C.exempt(functools.partial(_close, rows, one))
             elif isinstance(one, float) and isinstance(kept, float):
                 self.apart |= not math.isclose(one, kept, rel_tol=_LIMIT)
-            elif isinstance(one, torch.Tensor) or (one != kept and not self._counts(one, kept)):
+            elif type(one) is int and type(kept) is int:
+                # How many there are to choose from, by how many rows there are: most are chosen
+                # among rows, and a part has others.
+                self.chooses |= one != kept and drawn.name != "multinomial"
+            elif isinstance(one, torch.Tensor) or one != kept:
                 return False
+        if drawn.name == "multinomial" and given[0].shape[-1] != drawn.given[0].value.shape[-1]:
+            self.chooses = True
         return True
-
-    def _counts(self, one: Any, kept: Any) -> bool:
-        """Whether it is the number of rows: numbers up to that choose among the other rows."""
-        part, whole = self._cut[self._slice][1], self._whole[1]
-        numbers = type(one) is int and type(kept) is int
-        counts = numbers and (one * whole == kept * part or kept - one == whole - part)
-        self.chooses |= counts
-        return counts
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
@@ -331,14 +331,14 @@ def _unmoved(device: torch.device, args: tuple[Any, ...], kwargs: Any) -> Iterat
 
 
 def _in_range(name: str, rows: torch.Tensor, given: list[Any]) -> torch.Tensor:
-    """Numbers that choose among the rows of the whole choose among those of a part."""
+    """Numbers of the whole as a part may have drawn them, where it has fewer to choose from."""
     if name == "randperm":
-        return rows.argsort().argsort()
+        return rows.argsort().argsort()  # a permutation of the part: each number's rank
     low, high = 0, 0
     if name == "multinomial":
         high = given[0].shape[-1]
-    elif name in ("randint", "randint_like", "random_") and given:
-        low, high = given[-2] if len(given) > 1 else 0, given[-1] or 0
+    elif name in ("randint", "randint_like", "random_"):
+        low, high = (0, 0, *[g or 0 for g in given])[-2:]
     if high <= low or not bool((rows >= high).any()):
         return rows
     return low + (rows - low) % (high - low)

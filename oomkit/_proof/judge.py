@@ -686,17 +686,16 @@ class Proof:
             return 'the loss is a sum over samples: pass reduction="sum" to auto_batch'
         if kinds and rules[-1].kind not in ("rows", "sum"):
             return f"the loss is a {rules[-1].text}: pass weight= to auto_batch"
-        if self.draws.chooses:
-            return (
-                "the step chooses among the rows of its batch by random numbers (torch.randperm "
-                "for MixUp, torch.randint for negatives): do that before the step. "
-                'verify="warn" splits the step anyway, and chooses within micro-batches'
-            )
+        chosen = (
+            "It draws integers among as many as its rows make: where they choose among the rows "
+            "(torch.randperm for MixUp, torch.randint for negatives), do that before the step. "
+        )
         return (
             "a loss that couples the samples of a batch (pairs, contrastive losses, in-batch "
-            "negatives, batch statistics) cannot be split exactly. For a mean over something "
-            "other than rows (tokens, classes) pass weight= to auto_batch, for a result that is "
-            'joined wrongly pass join=. verify="warn" splits the step anyway'
+            f"negatives, batch statistics) cannot be split exactly. {chosen * self.draws.chooses}"
+            "For a mean over something other than rows (tokens, classes) pass weight= to "
+            'auto_batch, for a result that is joined wrongly pass join=. verify="warn" splits the '
+            "step anyway"
         )
 
     def proven(self, whole: int, first: int, second: int) -> str:

@@ -158,12 +158,8 @@ class Call:
         return self.lost or (self.unsettled and not _is_broken(exception))
 
     def is_over(self, exception: BaseException) -> bool:
-        """Was this an error of the step's own, after the updates of all? They need nothing more,
-        but may wait in a collective of the step's own."""
-        over = self.committed and not self.unsettled and not _is_broken(exception)
-        if over:
-            self.world.say(f"{type(exception).__name__}: {exception}")
-        return over
+        """Was this an error of the step's own, after the updates of all?"""
+        return self.committed and not self.unsettled and not _is_broken(exception)
 
     def not_come(self) -> None:
         """All begin again: neither vote on the update has been."""

@@ -11,12 +11,14 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import mmap
 import os
 import secrets
 import socket
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -45,8 +47,11 @@ _FUNCTIONAL = (
     "all_to_all_single all_to_all_single_autograd broadcast permute_tensor "
     "reduce_scatter_tensor reduce_scatter_tensor_autograd"
 ).split()
+_POINT_TO_POINT = frozenset({"recv", "recv_object_list", "send", "send_object_list"})
+"""Which gloo closes the connections of where a wait for them comes to its limit."""
 _LOOKS = datetime.timedelta(seconds=0.25)
 """Between two looks, in a collective of a step's own, for a rank that has failed in this call."""
+_NO_LIMIT = datetime.timedelta(0)
 _present: World | None = None
 
 
@@ -113,10 +118,10 @@ class World:
         """What the call that runs agrees on, or None."""
         self.kept: Any = None
         """Parts of the others' reductions that they had not come to when a call ended."""
-        self.owns = False
-        """A collective of the step's own is made now."""
-        self._own: set[int] = set()
-        """Those of this call that are waited for later."""
+        self._makes = False
+        """A collective of the step's own is made now, in this call's thread."""
+        self._later: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those of the step's own that are waited for later."""
         self._store = dist.distributed_c10d._get_default_store()
         self._key = f"oomkit/{_start()}{next(_generations)}"
         self.others = self._hello(version)
@@ -246,7 +251,7 @@ class World:
             self._way.follows = follows
         self.calls += 1
         self.others.call = self.calls
-        self._own.clear()
+        self._later.clear()
 
     # ---- voting
 
@@ -319,29 +324,30 @@ class World:
 
     def make(self, name: str, make: Callable[[], Any]) -> Any:
         """One of them, in which the others are, outside the budget."""
-        self.owns = "send" not in name and "recv" not in name  # gloo gives up those at a timeout
+        self._makes = name not in _POINT_TO_POINT
         try:
             made = _C.exempt(make)
         finally:
-            self.owns = False
+            self._makes = False
         if isinstance(made, dist.Work):
-            self._own.add(id(made))
+            self._later.add(made)
         return made
 
-    def wait(self, work: Any, plain: Callable[..., Any]) -> Any:
-        """For one of them. Gloo has no means to end what a rank does not come to: so a rank that
-        waits looks for others that have failed in this call, and ends by their error."""
+    def wait(self, work: Any, plain: Callable[..., Any], limit: datetime.timedelta) -> Any:
+        """For one of them, for as long as `limit`, if that is not 0. Gloo has no means to end what
+        a rank does not come to: so a rank that waits looks for others that have failed in this
+        call, before the update of all, and ends by their error."""
         groups = dist.distributed_c10d._world.pg_map
-        if not (self.owns or id(work) in self._own) or any(
-            dist.get_backend(group) != "gloo" for group in groups
-        ):
-            return plain(work)
+        ours = threading.get_ident() == self.thread and (self._makes or work in self._later)
+        if not ours or any(dist.get_backend(group) != "gloo" for group in groups):
+            return plain(work, limit)
+        until = time.monotonic() + (limit.total_seconds() or math.inf)
         while True:
             over = work.is_completed()  # then an error is its own, and not that it takes longer
             try:
-                return plain(work, _LOOKS)
+                return plain(work, min(limit, _LOOKS) if limit else _LOOKS)
             except RuntimeError:
-                if over:
+                if over or time.monotonic() >= until:
                     raise
             failed = self.others.failed()
             if failed is not None:
@@ -425,11 +431,11 @@ def _watch_waits() -> None:
         return
 
     @functools.wraps(plain)
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wait(self: Any, timeout: datetime.timedelta = _NO_LIMIT) -> Any:
         world = _present
-        if args or kwargs or world is None or world.present is None:
-            return plain(self, *args, **kwargs)
-        return world.wait(self, plain)
+        if world is None or world.present is None:
+            return plain(self, timeout)
+        return world.wait(self, plain, timeout)
 
     wait._oomkit_plain = plain  # type: ignore[attr-defined]
     work.wait = wait

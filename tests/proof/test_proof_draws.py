@@ -79,6 +79,11 @@ def _in_double(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
     return (model(x) + torch.randn(len(x), 4, dtype=torch.float64)).square().mean()
 
 
+def _of_all_integers(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    share = torch.empty(len(x), 4).random_() / 2**24
+    return (model(x) * share * torch.empty(len(x), 4).random_(2)).square().mean()
+
+
 def _no_numbers(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Of a module without memory, and of dropout that drops nothing or all."""
     with torch.device("meta"):
@@ -135,6 +140,7 @@ ROWS = [
     _of_weights,
     _of_some_rows,
     _in_double,
+    _of_all_integers,
     _no_numbers,
     _conditional,
     _checkpoint,
@@ -282,6 +288,13 @@ def _other_rows(name: str) -> Loss:
             "randperm": lambda: torch.randperm(n),
             "multinomial": lambda: torch.multinomial(even, n, replacement=True),
             "of each row": lambda: torch.multinomial(torch.ones(n, n), 1)[:, 0],
+            "of each other row": lambda: torch.multinomial(torch.ones(n, n - 1), 1)[:, 0],
+            "another": lambda: torch.cat([torch.randperm(n - 1) + 1, torch.zeros(1).long()]),
+            "pairs": lambda: torch.randint(n * (n - 1) // 2, (n,)) % n,
+            "of all pairs": lambda: torch.randperm(n * n)[:n] % n,
+            "of two views": lambda: torch.randint(2 * n - 2, (n,)) % n,
+            "binomial": lambda: torch.binomial((n - 1) * even, 0.9 * even).long(),
+            "halves": lambda: torch.cat([torch.randperm(n // 2), torch.randperm(n // 2)]),
         }[name]()
 
     def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -304,6 +317,13 @@ COUPLED = [
             "randperm",
             "multinomial",
             "of each row",
+            "of each other row",
+            "another",
+            "pairs",
+            "of all pairs",
+            "of two views",
+            "binomial",
+            "halves",
         ),
     ),
     _mixed,
@@ -331,7 +351,7 @@ def test_the_error_says_what_is_chosen_by_chance() -> None:
         _run(_mixed, 0)
     with pytest.raises(oomkit.SplitError) as raised:
         _run(_counts, 0)
-    assert "by random numbers" not in str(raised.value)
+    assert "draws integers" not in str(raised.value)
 
 
 def _augmented(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ JOINED: dict[str, dict[str, Any]] = {
         always=lambda case: case[0] == "plain" or case in NAMED,
     )
 }
-WAITS = ("at once", "later", "after the update")
+WAITS = ("at once", "later", "later, with a limit")
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("steps:split_from_the_start", {}),
     **{
