@@ -7,6 +7,9 @@ PY := $(VENV)/bin/python
 # Python compiles what is imported: to compile all of torch takes two thirds of an installation.
 UV := $(shell command -v uv)
 pip_of = $(if $(UV),$(UV) pip install --python $(1),$(1) -m pip install --no-compile --disable-pip-version-check)
+# So the compiled files must be kept: without them each worker, and each program that a test starts,
+# compiles all of torch that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 NEEDS := build demo docs test dev
 BUILT := $(VENV)/.built
 PEERS := .venv-peers/.built
