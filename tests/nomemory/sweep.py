@@ -62,9 +62,9 @@ def leaf(body: Body, fault: Fault) -> Outcome:
     return outcome
 
 
-def count(body: Body) -> int:
-    """How many allocations the undisturbed call makes, or up to 2 % more. A fault beyond them
-    is none, and to know it takes a run for each guess."""
+def count(body: Body, stride: int = 1) -> int:
+    """How many allocations the undisturbed call makes, or up to 2 % more or half a stride. A
+    fault beyond them is none, and to know it takes a run for each guess."""
 
     def reached(nth: int) -> bool:
         answer = apart(lambda: _probe(body, Fault(nth, once=False)), body.limit)
@@ -75,7 +75,7 @@ def count(body: Body) -> int:
         low, high = high, high * 4
         if high > MOST:  # a call that hangs or dies at each of them would be counted for ever
             raise RuntimeError(f"{body.name}: no end after {low} allocations")
-    while high - low > 1 + high // 50:
+    while high - low > max(1 + high // 50, stride // 2):
         middle = (low + high) // 2
         if reached(middle):
             low = middle
@@ -158,7 +158,7 @@ def _sweep(body: Body, stride: int, first: int) -> Found:
         still = calm.value.values
     kind, wrong = verdict(body, calm, None)
     found.failures += [f"{body.name}: without a fault: {line}" for line in wrong]
-    found.total = body.total or count(body)
+    found.total = body.total or count(body, stride)
     for fault in cases(body, found.total, stride, first):
         answer = apart(lambda fault=fault: leaf(body, fault), body.limit)
         places = witness.places()
