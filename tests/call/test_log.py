@@ -3,20 +3,31 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.own_process import run_program
 
 import oomkit
 from oomkit.testing import inject_oom
 
+LINE = "train step=1 micro_batch=4->2 accumulation=1->2 reason=oom"
+SUMMARY = "train: 1 step, 1 OOM, 1 retry, highest peak "
+CASES = {
+    "plain": "",
+    "basic": "logging.basicConfig()",
+    "null": "logging.getLogger('oomkit').addHandler(logging.NullHandler())",
+    "level": "logging.getLogger('oomkit').setLevel(logging.ERROR)",
+    "no summary": "os.environ['OOMKIT_SUMMARY'] = '0'",
+    "no error": "sys.exit()",
+}
 # Each case is a process of its own, forked where torch has been imported.
-PROGRAM = """
+PROGRAM = f"""
 import json, logging, os, sys
 import torch, oomkit
+
+torch.set_num_threads(1)
 
 def run():
     weight = torch.nn.Parameter(torch.ones(8))
@@ -27,8 +38,8 @@ def run():
     with oomkit.testing.inject_oom(nth=2, phase="backward"):
         step(torch.ones(4, 8))
 
-said = {}
-for name, set_up in json.loads(sys.argv[1]).items():
+said = {{}}
+for name, set_up in {CASES!r}.items():
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -43,29 +54,14 @@ for name, set_up in json.loads(sys.argv[1]).items():
     os.waitpid(child, 0)
 print(json.dumps(said))
 """
-LINE = "train step=1 micro_batch=4->2 accumulation=1->2 reason=oom"
-SUMMARY = "train: 1 step, 1 OOM, 1 retry, highest peak "
-CASES = {
-    "plain": "",
-    "basic": "logging.basicConfig()",
-    "null": "logging.getLogger('oomkit').addHandler(logging.NullHandler())",
-    "level": "logging.getLogger('oomkit').setLevel(logging.ERROR)",
-    "no summary": "os.environ['OOMKIT_SUMMARY'] = '0'",
-    "no error": "sys.exit()",
-}
 
 
 @pytest.fixture(scope="module")
 def said():
     """stderr of each case, in lines."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(CASES)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(oomkit.__file__).parents[1],
-        env={**os.environ, "OOMKIT_SUMMARY": "1", "OMP_NUM_THREADS": "1"},
-    )
+    env = {**os.environ, "OOMKIT_SUMMARY": "1"}
+    done = run_program(PROGRAM, env, Path(oomkit.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

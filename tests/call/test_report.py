@@ -2,13 +2,13 @@
 
 import io
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 from helpers.messages import message_of
+from helpers.own_process import run_module, run_program
 
 import oomkit
 from oomkit import __main__ as program
@@ -339,14 +339,8 @@ import oomkit.sinks
 new = set(sys.modules) - before
 print(sorted({"tensorboard", "wandb", "mlflow", "prometheus_client", "tqdm"} & new))
 """
-    shown = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(oomkit.__file__).parents[1],
-    )
-    assert shown.stdout == "[]\n"
+    shown = run_program(code, cwd=Path(oomkit.__file__).parents[1])
+    assert shown.stdout == "[]\n", shown.stderr
 
 
 # --- python -m oomkit report ---
@@ -372,13 +366,8 @@ def test_report_of_a_file_as_json(steps_file, capsys):
 
 
 def test_as_a_program(steps_file):
-    shown = subprocess.run(
-        [sys.executable, "-m", "oomkit", "report", str(steps_file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(oomkit.__file__).parents[1],
-    )
+    root = Path(oomkit.__file__).parents[1]
+    shown = run_module("oomkit", "report", str(steps_file), cwd=root)
     assert (shown.returncode, shown.stdout) == (0, TEXT + "\n")
 
 

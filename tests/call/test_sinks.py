@@ -2,13 +2,12 @@
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.messages import message_of
+from helpers.own_process import run_program
 
 import oomkit
 from oomkit import sinks
@@ -168,5 +167,6 @@ oomkit.sinks.attach(oomkit.sinks.JSONL({str(tmp_path / "steps.jsonl")!r}))
 oomkit.auto_batch(lambda x: x, label="step")(torch.ones(2))
 """
     root = Path(oomkit.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+    done = run_program(code, cwd=root)
+    assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "steps.jsonl").read_text())["label"] == "step"

@@ -3,13 +3,12 @@
 import gc
 import inspect
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.own_process import run_program
 from torch import nn
 
 import oomkit
@@ -164,13 +163,8 @@ def test_what_was_there_before_the_limit_is_said():
             oomkit.limit_memory("2MiB", device="cpu")
         print([str(w.message) for w in found])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(oomkit.__file__).parents[1],
-    )
+    done = run_program(textwrap.dedent(code), cwd=Path(oomkit.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == f"{MIB} 0"
     assert (
@@ -270,13 +264,8 @@ def test_shards_count_as_what_is_here():
     print(figures.all_gradients, figures.whole_parameters)
     print(many_ranks(figures))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(oomkit.__file__).parents[1],
-    )
+    done = run_program(textwrap.dedent(code), cwd=Path(oomkit.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()[:2]
     assert first == f"{2**18} {MIB}"
     assert second.startswith("parameters are sharded, 256.00 KiB of 1.00 MiB here")

@@ -44,13 +44,17 @@ for name, number in (("nothing", 0), ("out", 1), ("err", 2)):
     os.dup2(file, number)
     os.close(file)
 faulthandler.enable()
+def paths():
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+own = {os.path.abspath(path) for path in paths()}
 os.environ.clear()
 os.environ.update(asked["env"])
 os.chdir(asked["cwd"])
-sys.path[:0] = [path for path in asked["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+sys.path[1:] = paths() + [path for path in sys.path[1:] if path not in own]
 sys.argv[:] = ["-c"]
 program = compile(asked["code"], "<string>", "exec")
-for name in ("line", "child", "name", "number", "file", "asked", "faulthandler", "gc", "json"):
+for name in ("line", "child", "name", "number", "file", "asked", "faulthandler", "gc", "json",
+             "own", "paths"):
     del globals()[name]
 exec(program)
 """
@@ -97,6 +101,19 @@ def run_program(
         server.stdin.flush()
         status = int(server.stdout.readline())
         return subprocess.CompletedProcess(["python"], status, out.read_text(), err.read_text())
+
+
+def run_module(
+    name: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What `python -m name arguments` would give."""
+    lines = [
+        "import os, runpy, sys",
+        f"sys.argv[:] = {[name, *arguments]!r}",
+        "sys.path[0] = os.getcwd()",
+        f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)",
+    ]
+    return run_program("\n".join(lines), env, cwd)
 
 
 def run_script(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.own_process import run_program
 
 import oomkit
 
@@ -39,9 +38,7 @@ def imported(folder: Path, *minors: str) -> list[str]:
         there = package / "_bridges" / f"torch_{minor.replace('.', '_')}"
         there.mkdir(parents=True)
         shutil.copy(_bridge.__file__, there)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=folder, capture_output=True, text=True
-    )
+    done = run_program(SCRIPT, cwd=folder)
     assert done.returncode == 0, done.stderr
     where, bridge, warned = done.stdout.splitlines()
     assert where == str(package)

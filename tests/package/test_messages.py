@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 
 import pytest
+from helpers.own_process import run_module
 
 from oomkit import _C
 from oomkit._reports.explain import entries
@@ -39,8 +39,7 @@ def test_entries_are_in_alphabetical_order() -> None:
 
 
 def explain(*kind: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "oomkit", "explain", *kind]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_module("oomkit", "explain", *kind)
 
 
 def test_a_message_ends_with_the_command_that_shows_its_entry() -> None:

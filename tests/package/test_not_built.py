@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.own_process import run_module, run_program
 
 import oomkit
 
@@ -24,20 +24,9 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """A Python that is started in the folder."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
 def error_of(folder: Path, path: str = "") -> str:
     """What `import oomkit` says at the end."""
-    done = python(folder, "-c", "import oomkit", path=path)
+    done = run_program("import oomkit", {**os.environ, "PYTHONPATH": path}, folder)
     assert done.returncode == 1
     return done.stderr.splitlines()[-1]
 
@@ -45,15 +34,15 @@ def error_of(folder: Path, path: str = "") -> str:
 def test_in_the_folder_of_the_sources_the_installed_one_is_used(clone: Path) -> None:
     """As after `pip install .`, with a Python that is started in the same folder."""
     (clone / "setup.py").touch()
-    site = str(PACKAGE.parent)
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     code = "import oomkit, oomkit.memory, oomkit._reports.page as page; print(oomkit.__file__)"
 
-    done = python(clone, "-c", f"{code}; print(page.__file__); oomkit.auto_batch", path=site)
+    done = run_program(f"{code}; print(page.__file__); oomkit.auto_batch", env, clone)
     assert done.stdout.splitlines() == [
         str(PACKAGE / "__init__.py"),
         str(PACKAGE / "_reports" / "page.py"),
     ], done.stderr
-    done = python(clone, "-m", "oomkit", "env", path=site)
+    done = run_module("oomkit", "env", env=env, cwd=clone)
     assert done.stdout.startswith("oomkit: "), done.stderr
 
 

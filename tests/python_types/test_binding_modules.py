@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 import weakref
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.own_process import run_program
 from torch import nn
 
 import oomkit
@@ -264,12 +263,6 @@ print("done")
 
 def test_compiled_inside_and_outside() -> None:
     """In a process of its own: what is compiled stays compiled, and dynamo is slow to import."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(COMPILED)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    result = run_program(textwrap.dedent(COMPILED))
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout == "done\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from helpers.own_process import run_program
 
 import oomkit
 import oomkit.optuna
@@ -152,7 +152,8 @@ def test_oomkit_does_not_import_optuna():
         "import sys, oomkit, oomkit.optuna\n"
         "assert not {'optuna', 'mlflow', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(oomkit.__file__).parents[1])
+    done = run_program(code, cwd=Path(oomkit.__file__).parents[1])
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_missing_optuna_is_named(monkeypatch):

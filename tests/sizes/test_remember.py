@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.new_store import fresh
+from helpers.own_process import run_module
 
 import oomkit
 from oomkit import sizes, testing
@@ -49,18 +50,14 @@ def ended_with(budget: int = TIGHT) -> int:
 
 def program(folder: Path, budget: int, *arguments: str) -> list[list[Any]]:
     paths = [str(Path(oomkit.__file__).parents[1]), str(HERE.parent)]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "sizes_world.py"), str(budget), *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "OOMKIT_CACHE_DIR": str(folder),
-            "OOMKIT_REMEMBER": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OOMKIT_CACHE_DIR": str(folder),
+        "OOMKIT_REMEMBER": "1",
+    }
+    done = run_module("sizes.sizes_world", str(budget), *arguments, env=env)
+    assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout))
 
 
