@@ -315,8 +315,8 @@ MUTANTS = [
         "rows-chosen-by-chance",
         "numbers that choose among the rows are compared coarsely",
         "oomkit/_proof/draws.py",
-        "        counts = numbers and (",
-        "        counts = False and (",
+        "            elif type(one) is int and type(kept) is int:\n",
+        "            elif type(one) is int is type(kept) and one == kept:\n",
         ("proof/test_proof_draws.py::test_the_error_says_what_is_chosen_by_chance",),
     ),
     Mutant(
