@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from helpers.leak_uses import (
     nothing_else_counted,
     public_names,
 )
-from helpers.own_process import run_program
 
 import oomkit
 from leaks.leak_slope import FORMS, resident, slope
@@ -112,5 +113,11 @@ def test_a_leak_is_in_the_slope() -> None:
         "print(len(slope(lambda i: kept.append(torch.ones(100_000)), 80)[1]))"
     )
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    done = run_program(program, {**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert done.stdout.strip() == "3", done.stderr
