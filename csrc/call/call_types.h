@@ -315,7 +315,6 @@ typedef struct oomkit_ranked {
     PyObject *agreed; /* owned: what this call agrees on with other ranks, or NULL */
     int sharded;      /* its model is: no version tells that a gradient has moved */
     int committed;    /* all have come to the update, or to the end */
-    int left_out;     /* this run is compared, and has come to its update */
     int tight;        /* how near to its end memory is in an update of some rank */
     const oomkit_options
         *before;             /* the step's, while this call's have copies, or NULL */
@@ -455,19 +454,6 @@ static inline int
 oomkit_call_is_verified(const oomkit_call *call)
 {
     return call->cut->verification != NULL;
-}
-
-/* In what runs to be compared: its update is left out here. Was it? */
-static inline void
-oomkit_ranks_leave_out(oomkit_call *call)
-{
-    call->ranks.left_out = 1;
-}
-
-static inline int
-oomkit_ranks_left_out(const oomkit_call *call)
-{
-    return call->ranks.left_out;
 }
 
 /* For those below folder ranks: is it agreed on with other ranks? */

@@ -507,9 +507,6 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
         return oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
     if (oomkit_call_is_verified(call)) {
-        if (self->kind == OOMKIT_OWNER_OPTIMIZER) {
-            oomkit_ranks_leave_out(call);
-        }
         Py_RETURN_NONE;
     }
     if (self->kind == OOMKIT_OWNER_ACCELERATOR) {

@@ -335,9 +335,6 @@ proof_update_begins(oomkit_call *call, oomkit_update *update)
     held = proof_update(update->method, update->optimizer, update->args, update->nargsf,
                         update->kwnames);
     update->held = held != 0;
-    if (held > 0 && update->method->kind == OOMKIT_OWNER_OPTIMIZER) {
-        oomkit_ranks_leave_out(call);
-    }
     return held < 0 ? -1 : 0;
 }
 

@@ -398,7 +398,6 @@ ranks_micro_returns(oomkit_call *call, PyObject *result)
 static int
 ranks_micro_begins(oomkit_call *call)
 {
-    call->ranks.left_out = 0;
     return oomkit_ranks_agreed(call) ? ranks_ask(call, "micro_begins") : 0;
 }
 

@@ -71,9 +71,7 @@ current_where(PyObject *module, PyObject *Py_UNUSED(ignored))
     const oomkit_call *call = oomkit_call_current();
 
     if (call != NULL) {
-        return PyLong_FromLong(!call->running || !call->split ? 0
-                               : oomkit_ranks_left_out(call)  ? 4
-                                                              : 2 + call->is_last);
+        return PyLong_FromLong(!call->running || !call->split ? 0 : 2 + call->is_last);
     }
     while (loop != NULL && loop->thread != thread) {
         loop = loop->older;
@@ -124,8 +122,7 @@ PyMethodDef oomkit_current_methods[] = {
      "checked for micro-batches that run different code."},
     {"_where", current_where, METH_NOARGS,
      "_where()\n--\n\n"
-     "0; 1 in a part of a loop; 2 in a micro-batch of a call, 3 in its last; 4 after\n"
-     "an update that is left out, in what runs to be compared."},
+     "0; 1 in a part of a loop; 2 in a micro-batch of a call, 3 in its last."},
     {"_updates", current_updates, METH_NOARGS,
      "_updates()\n--\n\nDoes an optimizer's step(), or what goes with it, run?"},
     {"_force_slices", current_force_slices, METH_O,

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from . import matters
-from .call import PATIENCE, Call, is_left_out, refuse_in_parts
+from .call import PATIENCE, Call, refuse_in_parts
 from .joins import BROADCASTS, LAST, Joined, is_joined
 from .joins import begin as begin_joined
 from .joins import refusal as join_refusal
@@ -296,8 +296,6 @@ class Agreement(Call):
         self.settle_first()
         if self.committed:
             return False  # nothing begins again
-        if is_left_out(name):
-            return True
         if not self._whole:
             raise refuse_in_parts(self, name)
         if self._joined is not None and not self._joined.is_full():

@@ -12,9 +12,6 @@ from .others import error, is_lost
 from .ways import AGAIN, FATAL, FINE, TIGHT, TROUBLE, Follow
 from .world import World
 
-_LEFT_OUT = 4  # what _C._where() says after an update that is left out
-_IN_PLACE = frozenset({"all_reduce", "barrier", "broadcast", "monitored_barrier", "reduce"})
-"""Collectives that can be left out, too: what they would change is there without them."""
 PATIENCE = 5.0
 """Seconds that an error waits for ranks that are in a collective, or may begin one."""
 
@@ -212,11 +209,6 @@ class Call:
 def _is_broken(exception: BaseException) -> bool:
     """Is it of those after which everything is as it was, or as the error says?"""
     return isinstance(exception, _C.OomkitError | MemoryError | torch.OutOfMemoryError)
-
-
-def is_left_out(name: str) -> bool:
-    """Is this a collective after the update, in a run that is compared, which has no update?"""
-    return name in _IN_PLACE and _C._where() == _LEFT_OUT
 
 
 def refuse_in_parts(call: Call, name: str) -> Any:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import _C
 from . import matters
-from .call import Call, is_left_out, refuse_in_parts
+from .call import Call, refuse_in_parts
 from .others import error
 from .private import lacks
 from .ways import AGAIN, FINE, NEVER, OTHERS, STOP
@@ -383,7 +383,7 @@ class Sharded(Call):
             if name == "all_reduce":  # of replicas
                 self.makes(_REPLICAS, self.reduced, 0)
             return False
-        if self.proving and (name == "all_reduce" or is_left_out(name)):
+        if self.proving and name == "all_reduce":
             return True  # what is compared is this rank's
         if self.proving or _C._where() == _EARLIER:
             raise refuse_in_parts(self, name)

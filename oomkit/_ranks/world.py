@@ -403,16 +403,6 @@ def _look(name: str, where: int) -> None:
         )
 
 
-class _LeftOut(dist.Work):
-    """Of a collective that is not made."""
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
 def watch() -> None:
     """Have collectives tell of their calls."""
     for name in _COLLECTIVES:
@@ -457,9 +447,7 @@ def _watch(module: Any, name: str) -> None:
         if threading.get_ident() != world.thread and not agreement.reducing:
             return plain(*args, **kwargs)
         if agreement.own_collective(name):
-            if module is not dist:
-                return args[0]
-            return _LeftOut() if kwargs.get("async_op") else None
+            return None if module is dist else args[0]
         try:
             if agreement.is_models():
                 return _C.exempt(lambda: plain(*args, **kwargs))

@@ -104,10 +104,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "hidden": ("steps:hidden_optimizer", {}),
     "without memory": ("steps:out_of_ways", {}),
-    **{
-        f"after {v} {s}": ("steps:after_the_update", {"verify": v, "sharded": s})
-        for v, s in itertools.product((None, False), (False, True))
-    },
+    "after": ("steps:after_the_update", {}),
     "caught": ("steps:caught", {"sharded": False}),
     "caught, sharded": ("steps:caught", {"sharded": True}),
     "clipped": ("steps:clipped", {}),
@@ -208,10 +205,8 @@ def test_an_error_reaches_a_rank_in_a_collective_of_the_steps_own(how: str, shar
     assert message_of(waited).startswith("RankError: rank 1 cannot continue: TypeError: ")
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("verify", [None, False], ids=["proven", "unproven"])
-def test_a_collective_after_the_update_is_made_once(verify: bool | None, sharded: bool) -> None:
-    assert _of(f"after {verify} {sharded}") == [[2, 4.0], [1, 4.0]]
+def test_a_collective_after_the_update_is_nobodys_affair() -> None:
+    assert _of("after") == [[2], [1]]
 
 
 def test_an_optimizer_that_was_not_found_waits_too() -> None:

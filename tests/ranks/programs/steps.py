@@ -281,31 +281,25 @@ def waiting(rank: Rank) -> list[Any]:
 
 def after_the_update(rank: Rank) -> list[Any]:
     """A collective after the update is nobody's affair, in a step that is split, too."""
-    model, _, x, y = prepare(rank)
-    if rank.arguments["sharded"]:
-        from torch.distributed.fsdp import fully_shard
+    model, optimizer, x, y = prepare(rank)
 
-        model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = torch.ones(())
-
-    @oomkit.auto_batch(verify=rank.arguments["verify"])
+    @oomkit.auto_batch(verify=False)
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         if oomkit.current().is_last:
-            dist.barrier()
             mean = loss.detach().clone()
-            work: Any = dist.all_reduce(mean, async_op=True)
-            work.wait()
-            dist.all_reduce(made)
+            dist.all_reduce(mean)
 
     step(x, y)
-    with inject_oom(nth=1) if rank.rank == 0 else contextlib.nullcontext():
+    if rank.rank == 0:
+        with inject_oom(nth=1):
+            step(x, y)
+    else:
         step(x, y)
-    return [step.records[-1].accumulation_steps, made.item()]
+    return [step.records[-1].accumulation_steps]
 
 
 def hidden_optimizer(rank: Rank) -> list[Any]:
