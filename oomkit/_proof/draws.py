@@ -43,10 +43,11 @@ _LIMIT, _HALF = 1e-3, 5e-2  # of probabilities in a part, relative: sums in anot
 class _Kept:
     """What the whole has drawn, or what that depended on: a copy on the host."""
 
-    __slots__ = ("taken", "value")
+    __slots__ = ("guessed", "taken", "value")
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = host(value)
+        self.guessed = False  # a part that is smaller than its rows make it has had the first ones
         self.taken: dict[int, int] = {}  # by dimension: how much of it the first part has had
 
     def rows(
@@ -60,18 +61,27 @@ class _Kept:
         found = self.value
         if len(shape) != found.ndim:
             return None
-        for dim, (part, every) in enumerate(zip(shape, self.value.shape, strict=True)):
+        sizes = list(zip(shape, found.shape, strict=True))
+        of_rows = [
+            part == length and every == whole and (start == 0 or self.taken.get(dim) != every)
+            for dim, (part, every) in enumerate(sizes)
+        ]
+        for dim, (part, every) in enumerate(sizes):
             if start == 0:
                 self.taken[dim] = part
             if part == every:
                 continue
+            if part > every:
+                return None
             at, odd = divmod(every * start, whole)
-            if every * length != part * whole or odd:  # as many as a mask has left
-                at = every - part
+            if any(of_rows) and not of_rows[dim]:  # fewer, as tokens of the longest row
+                at, self.guessed = 0, True
+            elif every * length != part * whole or odd:  # as many as a mask has left
                 if start > 0 and start + length < whole:
                     return None
-                if start == 0 or self.taken.get(dim) != at:  # or fewer, as tokens of the longest
-                    at = 0
+                at = every - part if start > 0 else 0
+                if start > 0 and self.taken.get(dim) != at:  # or fewer
+                    at, self.guessed = 0, True
             elif turned and every % whole == 0:
                 found = found.unflatten(dim, (every // whole, whole))  # type: ignore[no-untyped-call]
                 found = found.narrow(dim + 1, start, length).flatten(dim, dim + 1)
@@ -107,7 +117,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept, self.apart, self.chooses = True, False, False
-        self._several = self._halved = self._turned = False
+        self._several = self._halved = self._guessed = self._turned = False
         self._first: bool | None = None  # in the first order: kept
         self._drawn: list[_Drawn] = []
         self._cut: list[tuple[int, int]] = []
@@ -129,7 +139,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stream = torch.get_rng_state()
         if records:
             self._drawn, self._whole = [], cut[0]
-            self._several = self._halved = self.chooses = False
+            self._several = self._halved = self._guessed = self.chooses = False
             self._first = None
 
     def end_slice(self) -> None:
@@ -206,7 +216,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1
         if self._several and self._first is not None:  # in vain
             self._turned, self._several, kept = not self._turned, False, self._first
-        if not kept:
+        if not kept or (self._guessed and not self.chooses):
             return 2
         return 3 if self._halved and not self.chooses else 0
 
@@ -261,7 +271,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._several |= several and self._first is None
             fewer = part != every < whole and abs(2 * every - whole) <= 2
             self._halved |= fewer and name != "randperm"
-        return kept.rows(shape, start - first, length, whole, self._turned)
+        found = kept.rows(shape, start - first, length, whole, self._turned)
+        self._guessed |= kept.guessed
+        return found
 
     def _fits(self, given: list[Any], drawn: _Drawn) -> bool:
         """Whether a part draws by what the whole drew by, of as many rows as it has: where values

@@ -214,7 +214,7 @@ def _is_broken(exception: BaseException) -> bool:
 def refuse_in_parts(call: Call, name: str) -> Any:
     """The error where a step that is split makes a collective itself."""
     return call.cannot(
-        f"its step calls torch.distributed.{name}() before the update, which is made once, "
-        "so that it can neither be split nor begin again: do that after the update, or "
-        "outside the step"
+        f"its step calls torch.distributed.{name}(), which all ranks make once, in micro-batches "
+        "or in what is compared, so that it can neither be split nor begin again: do that outside "
+        "the step, or after the update in its last micro-batch, with verify=False"
     )

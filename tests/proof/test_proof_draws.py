@@ -304,6 +304,37 @@ def _other_rows(name: str) -> Loss:
     return loss
 
 
+def _tokens(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As many of each row as the longest one has, and which of them count."""
+    lengths = torch.tensor([1, 3, 4, 6])[y]
+    return x[:, : int(lengths.max())], torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _trimmed(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x, counts = _tokens(x, y)
+    out = (x * model.weight[0, 0] + torch.randn_like(x)).square() * counts
+    return (out.sum(1) / counts.sum(1)).mean()
+
+
+def _trimmed_and_flat(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x, counts = _tokens(x, y)
+    noise = torch.randn(x.numel()).view_as(x)
+    return ((x * model.weight[0, 0] + 0.1 * noise).square() * counts).sum(1).mean()
+
+
+@pytest.mark.parametrize(("loss", "coarse"), [(_trimmed, False), (_trimmed_and_flat, True)])
+def test_numbers_of_tokens_that_a_part_does_not_have(
+    loss: Loss, coarse: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The longest row is in the first part, or not."""
+    caplog.set_level(logging.INFO, logger="oomkit")
+    for longest in ([2, 1], [3, 1], [1, 2], [1, 3]):
+        y = torch.tensor([longest[0], *[0] * 3, longest[1], *[0] * 3] * 2)
+        for seed in range(3):
+            assert _run(loss, seed, y=y).accumulation_steps == 2
+    assert ("coarse" in "".join(_lines(caplog))) == coarse
+
+
 COUPLED = [
     *map(
         _other_rows,
