@@ -711,9 +711,8 @@ class Proof:
         """Whether other gradients would have shown: not where all are 0, or one is not finite, or
         rows are put in an order, which shows nothing while their values are equal, or are chosen by
         chance, which may choose alike."""
-        return not (
-            self._orders or self.draws.chooses or "odd" in self._gradients or self.is_silent
-        )
+        in_doubt = self._orders or self.draws.chooses
+        return not (in_doubt or "odd" in self._gradients or self.is_silent)
 
     @property
     def is_silent(self) -> bool:

@@ -283,8 +283,8 @@ MUTANTS = [
         "silent-gradients-prove",
         "gradients that are all 0 or not finite prove nothing of the next call",
         "oomkit/_proof/judge.py",
-        'return not (self._orders or "odd" in self._gradients or self.is_silent)',
-        "return not self._orders",
+        'return not (in_doubt or "odd" in self._gradients or self.is_silent)',
+        "return not in_doubt",
         (
             "proof/test_telling_gradients.py"
             "::test_weights_are_found_in_the_first_call_that_tells_them[5-nan-_sum]",
