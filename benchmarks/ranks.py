@@ -222,9 +222,10 @@ def _rank(rank: int, world: int, folder: str, count: int, machines: list[int]) -
     if len(machines) > 1:
         worlds._node = lambda: of[rank]
     found = _votes(count)
-    for kind, steps in (("DDP", count // 4), ("FSDP2", count // 20)):
+    for kind, steps in (("DDP", count // 10), ("FSDP2", count // 20)):
         found |= _steps(kind, max(20, steps))
-    found |= _healthy("wide DDP", 1024, max(20, count // 20))[0]
+    if world <= (os.cpu_count() or 1):
+        found |= _healthy("wide DDP", 1024, max(20, count // 40))[0]
     if rank == 0:
         lines = [f"{n:50s} {median:10.2f} {late:10.2f}" for n, (median, late) in found.items()]
         Path(folder, "table").write_text("\n".join(lines))
