@@ -221,9 +221,14 @@ oomkit_proof_raises(oomkit_proof *p, PyObject **text)
                                      "has the random numbers of its rows");
         return *text == NULL ? -1 : 0;
     }
-    oomkit_error_dismiss(); /* the first one tells as much */
     p->numbers = OOMKIT_NUMBERS_SAME;
     p->by_chance = 0;
+    if (!oomkit_proof_own_error(p->call) && !oomkit_exception_is_oom(p->call->st)) {
+        Py_DECREF(exception); /* a refusal, an interrupt, another rank's failure */
+        p->no_parts = 0;
+        return -1;
+    }
+    oomkit_error_dismiss(); /* the first one tells as much */
     oomkit_exception_give(exception);
     return -1;
 }

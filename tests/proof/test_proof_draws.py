@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -375,6 +376,24 @@ def test_random_numbers_hide_no_coupled_rows(loss: Loss, trains: bool) -> None:
     for seed in range(6):
         with pytest.raises(oomkit.SplitError):
             _run(loss, seed, trains)
+
+
+def test_a_refusal_comes_out_of_the_runs_that_look_for_the_cause_of_an_error() -> None:
+    """An index that only given numbers put out of range, then an error that is oomkit's."""
+    failed = threading.Event()  # which does not go back with the step
+
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if failed.is_set() and len(x) < 8:
+            raise oomkit.SplitError("not in parts")
+        out, even = model(x), torch.ones(len(x))
+        chosen = torch.binomial((len(x) - 1) * even, 0.9 * even).long()
+        if len(x) == 4 and int(chosen.max()) >= len(x):
+            failed.set()
+        return (out * out[chosen]).sum(1).mean()
+
+    with pytest.raises(oomkit.SplitError, match="not in parts"):
+        _run(loss, 0)
+    assert failed.is_set()
 
 
 def test_the_error_says_what_is_chosen_by_chance() -> None:
