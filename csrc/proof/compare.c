@@ -3,18 +3,36 @@
 
 #define CHANCES 2 /* wholes with other random numbers */
 
-/* judge.verdict(): *text (owned) is what differs, NULL for nothing. 0 or -1. */
+/* An answer of the judge's (stolen): *text (owned) is what differs, NULL for nothing. 0
+ * or -1. */
+static int
+proof_answer(PyObject *answer, PyObject **text)
+{
+    *text = answer == Py_None ? NULL : answer;
+    if (answer == Py_None) {
+        Py_DECREF(answer);
+    }
+    return answer == NULL ? -1 : 0;
+}
+
+/* judge.verdict(). As proof_answer(). */
 static int
 proof_ask(oomkit_proof *p, PyObject **text)
 {
+    PyObject *answer = NULL; /* owned, then stolen */
+
     EXEMPT (p->call->st) {
-        *text = PyObject_CallMethod(p->judge, "verdict", NULL);
+        answer = PyObject_CallMethod(p->judge, "verdict", NULL);
     }
-    if (*text == Py_None) {
-        Py_CLEAR(*text);
-        return 0;
-    }
-    return *text == NULL ? -1 : 0;
+    return proof_answer(answer, text);
+}
+
+int
+oomkit_proof_hidden(oomkit_proof *p, int by_chance, PyObject **text)
+{
+    return proof_answer(
+        PyObject_CallMethod(p->judge, "hidden", "O", by_chance ? Py_True : Py_False),
+        text);
 }
 
 /* Nothing but values of the result differ: would they be the same if the whole ran
@@ -147,13 +165,13 @@ oomkit_proof_after(oomkit_proof *p, int kept)
 static int
 compare_otherwise(oomkit_proof *p, int kept, int *doubt)
 {
-    int moved, after;
+    int moved, after, anew = *doubt && p->numbers == OOMKIT_NUMBERS_OTHER;
 
-    if (*doubt && p->numbers == OOMKIT_NUMBERS_OTHER) {
+    after = *doubt ? 0 : oomkit_proof_after(p, kept);
+    if (anew || after == 4) {
         p->numbers = OOMKIT_NUMBERS_SAME;
         return oomkit_proof_whole_once(p, 0, &moved) < 0 ? -1 : 1;
     }
-    after = *doubt ? 0 : oomkit_proof_after(p, kept);
     if (after < 2) {
         return after;
     }
@@ -179,6 +197,9 @@ compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **
         }
         if (kept && *text == NULL) {
             again = p->numbers == OOMKIT_NUMBERS_OTHER ? whole_in_eval(p) : 0;
+            if (again == 0 && p->numbers == OOMKIT_NUMBERS_CHANCE) {
+                again = oomkit_proof_hidden(p, 1, text);
+            }
             continue;
         }
         again = compare_otherwise(p, kept, &doubt);

@@ -162,6 +162,12 @@ oomkit_proof_kept(oomkit_proof *p, int drawn);
 int
 oomkit_proof_after(oomkit_proof *p, int kept);
 
+/* Numbers that no part can be given are drawn in eval mode, too. Do they hide what a
+ * split may make of the step? `by_chance`: a coarse comparison has passed. *text
+ * (owned) says so, NULL if not. 0 or -1. */
+int
+oomkit_proof_hidden(oomkit_proof *p, int by_chance, PyObject **text);
+
 /* The step has raised an error of its own, which is in flight, on parts of these rows:
  * on any, or because of numbers that they were given? Then *text says so, and 0 is
  * returned. Else -1, with that error. */
@@ -246,10 +252,13 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
 int
 oomkit_proof_drew(oomkit_proof *p);
 
-/* Around the slices of a run, where parts get the numbers of the whole: `method` is
- * "enter" or "leave". An exception in flight stays. 0 or -1. */
+/* Before the slices of a run, where parts get the numbers of the whole. 0 or -1. */
 int
-oomkit_proof_draws(oomkit_proof *p, const char *method);
+oomkit_proof_draws_enter(oomkit_proof *p);
+
+/* After them. An exception in flight stays. 0 or -1. */
+int
+oomkit_proof_draws_leave(oomkit_proof *p);
 
 /* Puts everything back after a run. Keeps the exception in flight. 0, or -1 with one.
  */

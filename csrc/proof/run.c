@@ -291,9 +291,25 @@ run_is_uncounted(const oomkit_proof *p, int64_t count)
 }
 
 int
-oomkit_proof_draws(oomkit_proof *p, const char *method)
+oomkit_proof_draws_enter(oomkit_proof *p)
 {
-    return p->numbers == OOMKIT_NUMBERS_SAME ? run_ask(p, p->draws, method) : 0;
+    OWNED PyObject *streams = NULL, *done = NULL;
+
+    if (p->numbers != OOMKIT_NUMBERS_SAME) {
+        return 0;
+    }
+    streams = oomkit_rng_streams(p->call);
+    EXEMPT (p->call->st) {
+        done = streams == NULL ? NULL
+                               : PyObject_CallMethod(p->draws, "enter", "O", streams);
+    }
+    return done == NULL ? -1 : 0;
+}
+
+int
+oomkit_proof_draws_leave(oomkit_proof *p)
+{
+    return p->numbers == OOMKIT_NUMBERS_SAME ? run_ask(p, p->draws, "leave") : 0;
 }
 
 /* 0 or -1. */
@@ -354,10 +370,9 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (status == 0) {
         status = run_on_host(p, count, "on_host");
     }
-    if (status == 0 && (status = oomkit_proof_draws(p, "enter")) == 0) {
+    if (status == 0 && (status = oomkit_proof_draws_enter(p)) == 0) {
         status = slices_run(p, count);
-        if (oomkit_proof_draws(p, "leave") < 0 ||
-            run_on_host(p, count, "on_device") < 0) {
+        if (oomkit_proof_draws_leave(p) < 0 || run_on_host(p, count, "on_device") < 0) {
             status = -1;
         }
     }

@@ -95,10 +95,10 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
     Py_CLEAR(call->backward.cleared);
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
-        result = oomkit_proof_draws(p, "enter");
+        result = oomkit_proof_draws_enter(p);
         if (result == 0) {
             result = verify_call(p, slice->start, slice->length, part);
-            result = oomkit_proof_draws(p, "leave") < 0 ? -1 : result;
+            result = oomkit_proof_draws_leave(p) < 0 ? -1 : result;
         }
         result = oomkit_grad_mode_back(call->st, mode, result);
     } else {
@@ -222,7 +222,7 @@ verify_all(oomkit_proof *p, const oomkit_slice *cut, int *moved)
     kept = oomkit_proof_kept(p, one || two);
     if (kept == 0) {
         kept = oomkit_proof_after(p, 0);
-        if (kept == 1) {
+        if (kept == 1 || kept == 4) {
             return verify_all(p, cut, moved);
         }
         p->numbers = kept < 0 ? p->numbers : OOMKIT_NUMBERS_OTHER;
@@ -275,6 +275,28 @@ verify_runs(oomkit_proof *p, const oomkit_slice *cut)
     }
     if (after < 0) {
         Py_CLEAR(verdict);
+    }
+    return verdict;
+}
+
+/* Numbers that no part can be given may hide a difference: with every module in eval
+ * mode there may be none. Steals `verdict`. New reference or NULL. */
+static PyObject *
+verify_quietly(oomkit_proof *p, const oomkit_slice *cut, PyObject *verdict)
+{
+    OWNED PyObject *text = NULL, *quiet = NULL;
+
+    if (verdict == NULL || verdict == Py_None || !p->moved ||
+        PyTuple_GET_ITEM(verdict, 0) == Py_False) {
+        return verdict;
+    }
+    if (oomkit_proof_hidden(p, 0, &text) < 0 || text == NULL) {
+        return text == NULL && !PyErr_Occurred() ? verdict : (Py_DECREF(verdict), NULL);
+    }
+    quiet = PyObject_CallMethod(p->judge, "quiet", "O", Py_True);
+    Py_SETREF(verdict, quiet == NULL ? NULL : verify_once(p, cut));
+    if (verdict != NULL && p->moved) {
+        Py_SETREF(verdict, Py_BuildValue("OO[]", Py_False, text));
     }
     return verdict;
 }
@@ -336,6 +358,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
         Py_SETREF(done, PyObject_CallMethod(p->judge, "quiet", "O",
                                             p->everything ? Py_True : Py_False));
         verdict = done == NULL ? NULL : verify_runs(p, cut);
+        verdict = verify_quietly(p, cut, verdict);
         verdict = verify_speak(p, verdict);
     }
     if (oomkit_join_empty(&call->cut->join) < 0) {

@@ -201,3 +201,38 @@ class Verification:
                 return False
             seen += 1
         return seen > 0
+
+
+def advice(rules: list[tuple[str, str]], is_sum: bool, chooses: bool, hidden: bool) -> str:
+    """What to do about a split that is not exact.
+
+    Args:
+        rules: kind and text of weights that would make the parts the whole.
+        is_sum: whether micro-batches weigh 1 now.
+        chooses: it draws integers among as many as its rows make.
+        hidden: numbers that no part can be given may hide what differs.
+    """
+    if hidden:
+        return (
+            "it may choose among its rows by them. Draw by torch, one call for all rows "
+            "(torch.randn(len(x), 4)), or before the step. "
+            'verify="warn" splits the step anyway'
+        )
+    kinds = [kind for kind, _ in rules if kind != ("sum" if is_sum else "rows")]
+    if "rows" in kinds:
+        return 'the loss is a mean over samples: pass reduction="mean" to auto_batch'
+    if "sum" in kinds:
+        return 'the loss is a sum over samples: pass reduction="sum" to auto_batch'
+    if kinds and rules[-1][0] not in ("rows", "sum"):
+        return f"the loss is a {rules[-1][1]}: pass weight= to auto_batch"
+    chosen = (
+        "It draws integers among as many as its rows make: where they choose among the rows "
+        "(torch.randperm for MixUp, torch.randint for negatives), do that before the step. "
+    )
+    return (
+        "a loss that couples the samples of a batch (pairs, contrastive losses, in-batch "
+        f"negatives, batch statistics) cannot be split exactly. {chosen * chooses}"
+        "For a mean over something other than rows (tokens, classes) pass weight= to "
+        'auto_batch, for a result that is joined wrongly pass join=. verify="warn" splits the '
+        "step anyway"
+    )

@@ -3,8 +3,9 @@
 A step that draws random numbers is compared exactly where every part can be given those that its
 rows had in the whole. Draws are counted in the order in which a slice makes them: what is as
 large in a part as in the whole is the same in both; a dimension that shrinks with the rows is
-cut where they are. Python's and numpy's streams begin again for each part, and must end where they
-ended in the whole: what is drawn for each row by them is not known.
+cut where they are. Other streams (Python's, numpy's, generators of theirs) begin again for each
+part, and must end where they ended in the whole. Where that does not fit, all is drawn for one row
+after the other: then each part goes on where the one before it has ended.
 """
 
 from __future__ import annotations
@@ -29,26 +30,31 @@ __all__ = ["Draws"]
 
 # Operators that make nothing but random numbers, by what they are made of besides sizes: a name
 # that ends in _ overwrites its first argument, one that ends in _like takes no more than its
-# shape. All others (an attention with dropout, compiled functions) draw anew in each part.
+# shape; and two that apply them, too. All others (an attention with dropout, compiled functions)
+# draw anew in each part.
 _MADE = frozenset(
     "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial "
     "native_dropout normal normal_ poisson rand rand_like randint randint_like randn randn_like "
-    "randperm random_ _sample_dirichlet _standard_gamma uniform_".split()
+    "randperm random_ rrelu_with_noise rrelu_with_noise_ _sample_dirichlet _standard_gamma "
+    "uniform_".split()
 )
+_CHOICES = frozenset(["multinomial", "randint", "randint_like", "random_", "randperm"])
 _DEVICES = ("cpu", "cuda")
 _SEEDS = 2**62
+_DRAWN = -1  # numbers by torch, beside other streams
 _LIMIT, _HALF = 1e-3, 5e-2  # of probabilities in a part, relative: sums in another order
 
 
 class _Kept:
     """What the whole has drawn, or what that depended on: a copy on the host."""
 
-    __slots__ = ("guessed", "taken", "value")
+    __slots__ = ("first", "guessed", "taken", "value")
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = host(value)
         self.guessed = False  # a part that is smaller than its rows make it has had the first ones
-        self.taken: dict[int, int] = {}  # by dimension: how much of it the first part has had
+        self.first: dict[int, int] = {}  # by dimension: how much of it the first part has had
+        self.taken: dict[tuple[int, int], int] = {}  # and all parts before a row
 
     def rows(
         self, shape: torch.Size, start: int, length: int, whole: int, turned: bool
@@ -63,24 +69,24 @@ class _Kept:
             return None
         sizes = list(zip(shape, found.shape, strict=True))
         of_rows = [
-            part == length and every == whole and (start == 0 or self.taken.get(dim) != every)
+            part == length and every == whole and (start == 0 or self.first.get(dim) != every)
             for dim, (part, every) in enumerate(sizes)
         ]
         for dim, (part, every) in enumerate(sizes):
             if start == 0:
-                self.taken[dim] = part
+                self.first[dim] = part
             if part == every:
                 continue
             if part > every:
                 return None
             at, odd = divmod(every * start, whole)
+            before = self.taken.get((dim, start), every - part if start > 0 else 0)
+            self.taken[dim, start + length] = before + part
             if any(of_rows) and not of_rows[dim]:  # fewer, as tokens of the longest row
                 at, self.guessed = 0, True
             elif every * length != part * whole or odd:  # as many as a mask has left
-                if start > 0 and start + length < whole:
-                    return None
-                at = every - part if start > 0 else 0
-                if start > 0 and self.taken.get(dim) != at:  # or fewer
+                at, last = before, start + length == whole
+                if at + part > every or last and at + part < every:  # or fewer
                     at, self.guessed = 0, True
             elif turned and every % whole == 0:
                 found = found.unflatten(dim, (every // whole, whole))  # type: ignore[no-untyped-call]
@@ -104,7 +110,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `kept` tells whether they all were, `apart` whether some were drawn from other values there,
     `chooses` whether some are among as many as the number of rows makes: they are brought into the
-    range that a part has.
+    range that a part has. `hides` tells whether there are others that no part can be given.
     """
 
     supports_higher_order_operators = True
@@ -116,17 +122,26 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.apart, self.chooses = True, False, False
+        self.kept, self.apart, self.chooses, self.hides = True, False, False, False
         self._several = self._halved = self._guessed = self._turned = False
+        self._seeded = False  # a compiled function has drawn
+        self._eager = False  # such functions run as they are written
+        self._stance: Any = None
         self._first: bool | None = None  # in the first order: kept
         self._drawn: list[_Drawn] = []
+        self._keys: set[tuple[Any, ...]] = set()  # what the whole has chosen among
         self._cut: list[tuple[int, int]] = []
         self._whole = (0, 0)
-        self._records = False
+        self._records = self._lost = False
         self._slice = self._next = 0
         self._stream = torch.get_rng_state()
+        self._others: list[Any] = []  # Python's, numpy's, and generators of theirs
         self._entered = False
-        self._before = self._after = b""  # the whole, Python's and numpy's streams
+        self._before: list[bytes] = []  # the whole, these streams
+        self._after: list[bytes] = []
+        self._astray: set[int] = set()  # those that do not end there when they begin again ...
+        self._follow: set[int] | None = None  # ... and so go on from part to part
+        self._ends: dict[int, tuple[list[bytes], int]] = {}  # of the part before a row
 
     def begin(self, cut: list[tuple[int, int]], records: bool) -> None:
         """A run of slices (start, length).
@@ -135,35 +150,70 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             records: it is the whole that later runs are given the numbers of.
         """
         self._cut, self._records, self._slice, self._next = cut, records, 0, 0
-        self.kept, self.apart = True, False
+        self.kept, self.apart, self._lost = True, False, False
+        self._astray.clear()
         self._stream = torch.get_rng_state()
         if records:
             self._drawn, self._whole = [], cut[0]
+            self._keys.clear()
             self._several = self._halved = self._guessed = self.chooses = False
             self._first = None
 
     def end_slice(self) -> None:
         """The next slice begins: this one must have drawn as often as the whole."""
-        if self._entered and self._records:
-            self._after = _streams()
-        elif self._entered:
-            self.kept &= self._next == len(self._drawn) and self._after in (
-                self._before,
-                _streams(),
-            )
-            self._begin_again()
-        self._slice, self._next = self._slice + 1, 0
-
-    def _begin_again(self) -> None:
-        if self._after != self._before:
-            _set_streams(self._before)
-
-    def enter(self) -> None:
-        """The slices of a run begin."""
-        if self._records:
-            self._before = _streams()
+        if not self._entered:
+            pass
+        elif self._records:
+            self._after = self._streams()
         else:
-            self._begin_again()
+            self._judge_slice(sum(self._cut[self._slice]) == sum(self._whole))
+        self._slice, self._next = self._slice + 1, 0
+        if self._entered and not self._records:
+            self._begin_slice()
+
+    def _judge_slice(self, last: bool) -> None:
+        streams = self._streams()
+        self._ends[sum(self._cut[self._slice])] = streams, self._next
+        if self._next < len(self._drawn) and (last or not self._goes_on(_DRAWN)):
+            self._astray.add(_DRAWN)  # which need not matter
+        for i, (before, now, after) in enumerate(
+            zip(self._before, streams, self._after, strict=True)
+        ):
+            if now not in (before, after) and (last or not self._goes_on(i)):
+                self._lose(i)
+
+    def _lose(self, stream: int) -> None:
+        self._astray.add(stream)
+        self.kept = False
+
+    def _begin_slice(self) -> None:
+        before = self._before, 0
+        streams, at = before
+        if self._slice < len(self._cut):
+            streams, at = self._ends.get(self._cut[self._slice][0], before)
+        self._next = at if self._goes_on(_DRAWN) else 0
+        for i, first in enumerate(self._before):
+            self._set_stream(i, streams[i] if self._goes_on(i) else first)
+
+    def _goes_on(self, stream: int) -> bool:
+        """Whether each part goes on there where the one before it has ended."""
+        return self._follow is not None and stream in self._follow
+
+    def enter(self, others: list[Any]) -> None:
+        """The slices of a run begin.
+
+        Args:
+            others: streams of Python and numpy besides their modules'.
+        """
+        if self._records:
+            numpy = sys.modules.get("numpy")
+            self._others = [each for each in others if _is_stream(each)]
+            self._others += [random, *([numpy.random] if numpy else [])]
+            self._before = self._streams()
+        else:
+            self._begin_slice()
+        if self._eager:
+            self._stance = torch.compiler.set_stance("force_eager")
         self._entered = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -171,6 +221,18 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The end of that."""
         self._entered = False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._eager:
+            self._stance.__exit__(None, None, None)
+        if not self._records:
+            for i, state in enumerate(self._before):
+                self._set_stream(i, state)
+
+    def _streams(self) -> list[bytes]:
+        return [pickle.dumps(_state_of(each)) for each in self._others]
+
+    def _set_stream(self, i: int, state: bytes) -> None:
+        if self._after[i] != self._before[i]:
+            _set_state(self._others[i], pickle.loads(state))
 
     def drew(self) -> bool:
         """Whether torch's CPU generator has been drawn from since, by what comes next of it."""
@@ -209,14 +271,23 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept: whether they were given all.
 
         Returns:
-            0 they differ, 1 run them again, 2 let them draw their own, 3 the same, in doubt.
+            0 they differ, 1 run them again, 2 let them draw their own, 3 the same, in doubt, 4 run
+            the whole again, too.
         """
+        if not kept and self._seeded and not self._eager:
+            self._eager = True
+            return 4
+        if self._astray and self._follow is None:
+            self._follow = set(self._astray)
+            return 1
         if self._several and self._first is None:
             self._turned, self._first = not self._turned, kept
             return 1
         if self._several and self._first is not None:  # in vain
             self._turned, self._several, kept = not self._turned, False, self._first
-        if not kept or (self._guessed and not self.chooses):
+        kept &= not self._follow  # in vain, or they differ: it may be others that a row had
+        self.hides |= not kept
+        if not kept or ((self._guessed or self._astray) and not self.chooses):
             return 2
         return 3 if self._halved and not self.chooses else 0
 
@@ -235,33 +306,49 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _draw(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         given = _given(name, args)
+        key = _choice(name, given)
+        made: Any
         if self._records:
             made = func(*args, **kwargs)
-            if type(_numbers(made)) is torch.Tensor:
-                _C.exempt(lambda: self._keep(name, made, given))
+            self._keys.add(key)
+            numbers = _numbers(name, made, args)
+            if type(numbers) is torch.Tensor:
+                _C.exempt(lambda: self._keep(name, numbers, given))
             return made
+        # How many there are to choose from, by how many rows there are: most are chosen among
+        # rows, and a part has others.
+        self.chooses |= key not in self._keys
         drawn = self._drawn[self._next] if self._next < len(self._drawn) else None
-        if not self.kept or drawn is None or drawn.name != name or not self._fits(given, drawn):
-            self.kept = False
+        if self._lost or drawn is None or drawn.name != name or not self._fits(given, drawn):
+            self._lost = True
+            self._lose(_DRAWN)
             return func(*args, **kwargs)
         with _unmoved(_device(args, kwargs), args, kwargs):
-            made = func(*args, **kwargs)
-        numbers = _numbers(made)
+            made = None if name == "rrelu_with_noise_" else func(*args, **kwargs)
+        numbers = _numbers(name, made, args)
         if type(numbers) is not torch.Tensor:
             return made
         self._next += 1
+        if _is_seed(given) and numbers.shape == drawn.numbers.value.shape:
+            self._seeded = True  # a compiled function, whose numbers are its own
+            return func(*args, **kwargs)
         rows = self._rows(name, drawn.numbers, numbers.shape)
         if rows is None or rows.dtype != numbers.dtype:
-            self.kept = False
+            self._lost = True
+            self._lose(_DRAWN)
             return made
         numbers.copy_(_C.exempt(functools.partial(_in_range, name, rows, given)))
         if name == "native_dropout" and args[1] < 1.0:
             torch.mul(args[0], numbers, out=made[0]).div_(1.0 - args[1])
+        elif name == "rrelu_with_noise":
+            torch.mul(args[0], numbers, out=made)
+        elif name == "rrelu_with_noise_":
+            made = args[0].mul_(numbers)
         return made
 
-    def _keep(self, name: str, made: Any, given: list[Any]) -> None:
+    def _keep(self, name: str, numbers: torch.Tensor, given: list[Any]) -> None:
         self._next += 1
-        self._drawn.append(_Drawn(name, _Kept(_numbers(made)), _kept(given)))
+        self._drawn.append(_Drawn(name, _Kept(numbers), _kept(given)))
 
     def _rows(self, name: str, kept: _Kept, shape: torch.Size) -> torch.Tensor | None:
         start, length = self._cut[self._slice]
@@ -289,13 +376,9 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(one, float) and isinstance(kept, float):
                 self.apart |= not math.isclose(one, kept, rel_tol=_LIMIT)
             elif type(one) is int and type(kept) is int:
-                # How many there are to choose from, by how many rows there are: most are chosen
-                # among rows, and a part has others.
-                self.chooses |= one != kept and drawn.name != "multinomial"
+                self.apart |= one != kept and drawn.name not in _CHOICES
             elif isinstance(one, torch.Tensor) or one != kept:
                 return False
-        if drawn.name == "multinomial" and given[0].shape[-1] != drawn.given[0].value.shape[-1]:
-            self.chooses = True
         return True
 
 
@@ -315,17 +398,23 @@ def _dropout_at(func: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-def _streams() -> bytes:
-    """The state of Python's stream and of numpy's."""
-    numpy = sys.modules.get("numpy")
-    return pickle.dumps((random.getstate(), numpy and numpy.random.get_state()))
+def _is_stream(stream: Any) -> bool:
+    return isinstance(stream, random.Random) or type(stream).__module__.startswith("numpy.random")
 
 
-def _set_streams(state: bytes) -> None:
-    of_python, of_numpy = pickle.loads(state)
-    random.setstate(of_python)
-    if of_numpy:
-        sys.modules["numpy"].random.set_state(of_numpy)
+def _state_of(stream: Any) -> Any:
+    if hasattr(stream, "getstate"):
+        return stream.getstate()
+    return stream.get_state() if hasattr(stream, "get_state") else stream.bit_generator.state
+
+
+def _set_state(stream: Any, state: Any) -> None:
+    if hasattr(stream, "setstate"):
+        stream.setstate(state)
+    elif hasattr(stream, "set_state"):
+        stream.set_state(state)
+    else:
+        stream.bit_generator.state = state
 
 
 @contextlib.contextmanager
@@ -356,16 +445,18 @@ def _in_range(name: str, rows: torch.Tensor, given: list[Any]) -> torch.Tensor:
     return low + (rows - low) % (high - low)
 
 
-def _numbers(made: Any) -> torch.Tensor:
-    """Of what an operator returns: the mask of a dropout."""
-    found: torch.Tensor = made[1] if isinstance(made, tuple) else made
+def _numbers(name: str, made: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """Of what an operator returns: the mask of a dropout; of what a rrelu is given: the slopes."""
+    of_slopes = name.startswith("rrelu")
+    found: torch.Tensor = args[1] if of_slopes else made[1] if isinstance(made, tuple) else made
     return found
 
 
 def _given(name: str, args: tuple[Any, ...]) -> list[Any]:
     """What the numbers depend on, but for how many they are."""
     by_shape = name.endswith(("_", "_like")) or name == "native_dropout"
-    return [each for each in args[by_shape:] if not isinstance(each, (list, tuple))]
+    skipped = 2 if name.startswith("rrelu") else int(by_shape)
+    return [each for each in args[skipped:] if not isinstance(each, (list, tuple))]
 
 
 def _kept(given: list[Any]) -> list[Any]:
@@ -379,10 +470,21 @@ def _is_made(func: Any) -> bool:
 
 
 def _draws(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether it draws numbers that could be given: not the seeds of a compiled function."""
-    if name == "native_dropout":
-        return args[2] is not False
-    return not any(isinstance(each, int) and abs(each) >= _SEEDS for each in args)
+    if name.startswith("rrelu"):
+        return len(args) > 4 and bool(args[4])  # as far as it trains
+    return name != "native_dropout" or args[2] is not False
+
+
+def _is_seed(given: list[Any]) -> bool:
+    return any(type(each) is int and abs(each) >= _SEEDS for each in given)
+
+
+def _choice(name: str, given: list[Any]) -> tuple[Any, ...]:
+    """What it chooses among."""
+    if name not in _CHOICES:
+        return ()
+    among = [each for each in given if type(each) is int]
+    return name, *(given[0].shape[-1:] if name == "multinomial" else among)
 
 
 def _device(args: tuple[Any, ...], kwargs: Any) -> torch.device:

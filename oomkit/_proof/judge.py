@@ -19,7 +19,7 @@ import torch
 from .. import _C
 from . import values
 from .bounds import Bound, bounds, of_the_batch, order_rows
-from .diagnose import Verification, tolerance
+from .diagnose import Verification, advice, tolerance
 from .draws import Draws
 from .flows import Flows, hooks
 from .numbers import Numbers
@@ -144,6 +144,7 @@ class Proof:
         self._params = params
         self._entry = {i: value for i, value in enumerate(entry) if value is not None}
         self._quiet = Quiet()
+        self._is_hidden = False
         self._orders = 0  # order_rows(): rows are put in order
         self.draws = Draws()
         self._runs: dict[str, _Run] = {}
@@ -672,6 +673,35 @@ class Proof:
         self._worst = (0.0, "")
         return text if size else None
 
+    def hidden(self, by_chance: bool) -> str | None:
+        """Asked where numbers that no part can be given are drawn in eval mode, too.
+
+        Args:
+            by_chance: whether a coarse comparison has passed, which tells what they make of
+                gradients.
+
+        Returns:
+            What to say of them; None where they make no difference, or parts were given all.
+        """
+        self.volatile = False
+        told = not by_chance or self._chance > self._limit or self._results_by_chance()
+        self._is_hidden = self.draws.hides and told
+        if not self._is_hidden:
+            return None
+        return "no part can be given the random numbers that its rows have in the whole"
+
+    def _results_by_chance(self) -> bool:
+        """Whether the whole has other results with other numbers."""
+        noise, self.noise = self.noise, False
+        found = any(
+            values.gap(one, each.get(place)) > self._result_limit(one)
+            for place, one in self._runs["whole"].results.items()
+            for each in self._by_chance
+            if isinstance(one, (torch.Tensor, bool)) or values.number(one) is not None
+        )
+        self.noise = noise
+        return found
+
     def advice(self, rules: list[Weigher], is_sum: bool) -> str:
         """What to do about the last verdict that was not None.
 
@@ -679,23 +709,8 @@ class Proof:
             rules: weights that would make the parts the whole.
             is_sum: whether micro-batches weigh 1 now.
         """
-        kinds = [rule.kind for rule in rules if rule.kind != ("sum" if is_sum else "rows")]
-        if "rows" in kinds:
-            return 'the loss is a mean over samples: pass reduction="mean" to auto_batch'
-        if "sum" in kinds:
-            return 'the loss is a sum over samples: pass reduction="sum" to auto_batch'
-        if kinds and rules[-1].kind not in ("rows", "sum"):
-            return f"the loss is a {rules[-1].text}: pass weight= to auto_batch"
-        chosen = (
-            "It draws integers among as many as its rows make: where they choose among the rows "
-            "(torch.randperm for MixUp, torch.randint for negatives), do that before the step. "
-        )
-        return (
-            "a loss that couples the samples of a batch (pairs, contrastive losses, in-batch "
-            f"negatives, batch statistics) cannot be split exactly. {chosen * self.draws.chooses}"
-            "For a mean over something other than rows (tokens, classes) pass weight= to "
-            'auto_batch, for a result that is joined wrongly pass join=. verify="warn" splits the '
-            "step anyway"
+        return advice(
+            [(rule.kind, rule.text) for rule in rules], is_sum, self.draws.chooses, self._is_hidden
         )
 
     def proven(self, whole: int, first: int, second: int) -> str:

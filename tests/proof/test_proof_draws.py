@@ -125,6 +125,44 @@ def _of_an_own_generator(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> 
     return (model(x) + torch.randn(len(x), 4, generator=OWN)).square().mean()
 
 
+def _one_by_one(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(model(row) + torch.randn(4)).square().mean() for row in x]).mean()
+
+
+def _of_numpy(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) + torch.from_numpy(np.random.randn(len(x), 4)).float()).square().mean()
+
+
+def _of_a_function(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.rrelu(model(x), training=True).square().mean()
+
+
+def _in_place(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.rrelu(model(x), training=True, inplace=True).square().mean()
+
+
+OF_NUMPY, OF_PYTHON = np.random.default_rng(0), random.Random(0)
+
+
+def _of_own_generators(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One for each row, and one for all."""
+    noise = torch.from_numpy(OF_NUMPY.standard_normal((len(x), 4))).float()
+    return (model(x) + OF_PYTHON.random() * noise).square().mean()
+
+
+def _loop_of_python(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    shares = torch.tensor([random.gauss(0, 1) for _ in range(len(x))])
+    return (model(x) * (1 + shares[:, None] * torch.rand(()))).square().mean()
+
+
+def _until_all_are_taken(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Rejection: a part may draw less often than the whole."""
+    found = torch.full((len(x),), -1.0)
+    while bool((found < 0).any()):
+        found = torch.where(found < 0, torch.rand(len(x)) - 0.5, found)
+    return (model(x) * found[:, None]).square().mean()
+
+
 ROWS = [
     _shuffled,
     _of_python_and_numpy,
@@ -145,29 +183,27 @@ ROWS = [
     _no_numbers,
     _conditional,
     _checkpoint,
+    _one_by_one,
+    _of_numpy,
+    _of_a_function,
+    _in_place,
+    _of_own_generators,
+    _loop_of_python,
+    _until_all_are_taken,
 ]
 
 
 def _by_numpy(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
-    return x + p * torch.from_numpy(np.random.randn(*x.shape)).float() if training else x
-
-
-def _one_by_one(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.stack([(model(row) + torch.randn(4)).square().mean() for row in x]).mean()
+    if not training:
+        return x
+    noise = np.random.randn(*x.shape) + np.random.randn(*x.shape)
+    return x + p * torch.from_numpy(noise).float()
 
 
 def _mixed(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     order = torch.randperm(len(x))
     out = model(0.7 * x + 0.3 * x[order])
     return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y[order])
-
-
-def _of_numpy(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (model(x) + torch.from_numpy(np.random.randn(len(x), 4)).float()).square().mean()
-
-
-def _of_a_function(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.rrelu(model(x), training=True).square().mean()
 
 
 def _antithetic(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -233,6 +269,8 @@ def _run(
     np.random.seed(seed)
     random.seed(seed)
     OWN.manual_seed(seed)
+    OF_NUMPY.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+    OF_PYTHON.seed(seed)
     model = nn.Linear(6, 4)
     if gradient is not None:
         for parameter in model.parameters():
@@ -265,13 +303,58 @@ def test_numbers_of_rows_are_those_of_the_whole(
         caplog.clear()
 
 
-@pytest.mark.parametrize("loss", [_of_numpy, _of_a_function, _one_by_one, _antithetic])
-def test_other_numbers_are_compared_coarsely(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
-    """Numpy and some functions draw by themselves; what is drawn for half of the rows is no
-    row's."""
+def test_other_numbers_are_compared_coarsely(caplog: pytest.LogCaptureFixture) -> None:
+    """What is drawn for half of the rows is no row's."""
     caplog.set_level(logging.INFO, logger="oomkit")
-    assert _run(loss, 2).accumulation_steps == 2
+    assert _run(_antithetic, 2).accumulation_steps == 2
     assert "a coarse comparison" in "".join(_lines(caplog))
+
+
+def _by_numpy_twice(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """It may choose rows, as far as anybody knows."""
+    noise = np.random.randn(len(x), 4) + np.random.rand(len(x), 1)
+    return (model(x) + torch.from_numpy(noise).float()).square().mean()
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+def test_numbers_that_no_part_can_be_given_are_no_proof(trains: bool) -> None:
+    match = "no part can be given the random numbers.*one call for all rows"
+    for seed in range(6):
+        with pytest.raises(oomkit.SplitError, match=match if seed == 0 and trains else None):
+            _run(_by_numpy_twice, seed, trains)
+
+
+def _by_other_streams(name: str) -> Loss:
+    """Rows beside others that something else than torch draws."""
+
+    def drawn(n: int) -> Any:
+        return {
+            "choices": lambda: random.choices(range(n), k=n),
+            "one choice": lambda: [random.choice(range(n))] * n,
+            "randrange": lambda: [random.randrange(n) for _ in range(n)],
+            "random": lambda: [int(random.random() * n) for _ in range(n)],
+            "sample": lambda: random.sample(range(n), n),
+            "permutation": lambda: np.random.permutation(n),
+            "randint": lambda: np.random.randint(0, n, n),
+            "choice": lambda: np.random.choice(n, n),
+            "rand": lambda: (np.random.rand(n) * n).astype(int),
+            "own permutation": lambda: OF_NUMPY.permutation(n),
+            "own integers": lambda: OF_NUMPY.integers(0, n, n),
+            "own choices": lambda: OF_PYTHON.choices(range(n), k=n),
+            "one after the other": lambda: [int(torch.randint(n, ())) for _ in range(n)],
+            "up to a seed's size": lambda: torch.randint(2**63 - 1, (n,)) % n,
+        }[name]()
+
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        return (1 + (out * out[torch.as_tensor(drawn(len(x)))]).sum(1)).square().mean()
+
+    return loss
+
+
+def _slopes_and_a_choice(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = F.rrelu(model(x), training=True)
+    return (1 + (out * out[torch.randint(len(x), (len(x),))]).sum(1)).square().mean()
 
 
 def _other_rows(name: str) -> Loss:
@@ -358,6 +441,26 @@ COUPLED = [
             "halves",
         ),
     ),
+    *map(
+        _by_other_streams,
+        (
+            "choices",
+            "one choice",
+            "randrange",
+            "random",
+            "sample",
+            "permutation",
+            "randint",
+            "choice",
+            "rand",
+            "own permutation",
+            "own integers",
+            "own choices",
+            "one after the other",
+            "up to a seed's size",
+        ),
+    ),
+    _slopes_and_a_choice,
     _mixed,
     _counts,
     _counts_by_python,
@@ -407,7 +510,7 @@ def test_the_error_says_what_is_chosen_by_chance() -> None:
 def _augmented(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if not model.training:
         return x
-    return x * torch.from_numpy(np.random.rand(len(x), 6) > 0.1)
+    return x * torch.from_numpy(np.random.rand(len(x), 6) > 0.1 * np.random.rand(len(x), 1))
 
 
 def test_numbers_of_training_alone_are_left_out_exactly(caplog: pytest.LogCaptureFixture) -> None:
