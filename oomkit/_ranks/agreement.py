@@ -74,14 +74,20 @@ class Agreement(Call):
         self._joined = joined
         self._reducers = [reducer_of(self, model) for model in models]
         self._whole = True
-        # Torch's first reduction of a static graph is another one, and all begin it or none.
-        self._cautious = not self.eased or any([r.first for r in self._reducers])
         self._done = 0  # reductions of this attempt
         self._before: dict[Reducer, int] = {}
         self._models_own = False
         hooked = any([model._comm_hooks for model in models])
         self._may_overlap = len(models) == 1 and (not hooked or _are_plain(models[0]._comm_hooks))
         self._once = hooked and not self._may_overlap
+        # Torch's first reduction of a static graph is another one, and all begin it or none. Ranks
+        # that do not share memory cannot be told of an error in a reduction that they have begun;
+        # where that overlaps a rank with an error takes part in it (_post()).
+        self._cautious = (
+            not self.eased
+            or any([r.first for r in self._reducers])
+            or not (world.shared or self._may_overlap)
+        )
         self._waits = joined is not None or all([m.require_backward_grad_sync for m in models])
         self._over = False
         """Inside join(): all have come to the end, without a reduction."""

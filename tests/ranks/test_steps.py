@@ -254,6 +254,21 @@ def test_it_reaches_ranks_of_other_machines_in_their_reduction(
         assert seconds < 5.0
 
 
+@pytest.mark.parametrize("what", ["hook", "models"])
+@pytest.mark.parametrize("where", [{"nodes": [1, 1]}, {"gloo": True}], ids=["machines", "gloo"])
+def test_it_reaches_ranks_that_share_no_memory_where_nothing_overlaps(
+    what: str, where: dict[str, Any]
+) -> None:
+    """A hook with a state, or two models, whose reductions no other rank can make up for."""
+    error = "ValueError: a label that there is not"
+    for early in (False, True):
+        found = results_of("steps:caught", 2, early=early, **{what: True}, **where)
+        for rank, (said, seconds) in enumerate(found):
+            third = error if rank == 1 else f"RankError: rank 1 cannot continue: {error}"
+            assert [message_of(text) for text in said] == ["nothing", "nothing", third, "nothing"]
+            assert seconds < 5.0
+
+
 @pytest.mark.parametrize("nodes", [[1, 1], [2, 2]], ids=str)
 def test_it_reaches_ranks_of_other_machines_in_their_gathers(nodes: list[int]) -> None:
     found = results_of("steps:caught", sum(nodes), nodes=nodes, sharded=True)

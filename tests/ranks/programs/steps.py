@@ -642,6 +642,16 @@ def pipelined(rank: Rank) -> list[Any]:
     return [same, [str(w.message) for w in caught if "not retried" in str(w.message)]]
 
 
+def _counting_hook(state: list[int], bucket: Any) -> Any:
+    """Of the user's own, with a state."""
+    state.append(bucket.index())
+    work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda found: found.value()[0])
+
+
+_counting_hook.__annotations__.clear()  # texts, which torch does not take for types
+
+
 def caught(rank: Rank) -> list[Any]:
     """An error that a program catches on one rank, and goes on: others get theirs at once, and go
     on, too."""
@@ -652,13 +662,19 @@ def caught(rank: Rank) -> list[Any]:
         model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bad, early = False, rank.arguments.get("early", False)
+    other: Any = None
+    if rank.arguments.get("models"):
+        other = DistributedDataParallel(nn.Linear(2, 2))
+    if rank.arguments.get("hook"):
+        model.register_comm_hook([], _counting_hook)
 
     @oomkit.auto_batch(verify=False)
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
         if bad and early:
             raise ValueError("a label that there is not")
-        loss = F.mse_loss(model(x), y)
+        out = model(x)
+        loss = F.mse_loss(out if other is None else other(out), y)
         if bad:
             raise ValueError("a label that there is not")
         loss.backward()
