@@ -11,6 +11,7 @@ import datetime
 import functools
 import itertools
 import json
+import logging
 import math
 import mmap
 import os
@@ -52,6 +53,7 @@ _POINT_TO_POINT = frozenset({"recv", "recv_object_list", "send", "send_object_li
 _LOOKS = datetime.timedelta(seconds=0.25)
 """Between two looks, in a collective of a step's own, for a rank that has failed in this call."""
 _NO_LIMIT = datetime.timedelta(0)
+_ENDED = "its program has ended"
 _present: World | None = None
 
 
@@ -373,7 +375,11 @@ def _ends(world: weakref.ref[World], process: int) -> None:
     own = world()
     if own is not None and os.getpid() == process:
         failed = getattr(sys, "last_value", None)  # which nobody has caught
-        how = "its program has ended"
+        how, other = _ENDED, own.others.failed()
+        if failed is None and other is not None and other[1] != _ENDED:  # in a last update, say
+            logging.getLogger("oomkit").error(
+                "rank %d has failed in the last step: %s%s", *other, _C.see("rank-failed")
+            )
         if failed is not None:
             how += f" after {type(failed).__name__}: {failed}"
         own.others.ends(own.others.said(own.rank) or how, failed)

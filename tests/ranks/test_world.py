@@ -183,6 +183,17 @@ def test_an_error_between_two_steps_is_told(way: str) -> None:
         assert "has ended after ValueError: a label that there is not" in one.error
 
 
+@pytest.mark.parametrize("way", ["shared memory", "gloo", "1 + 1"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_in_the_last_update_is_told_at_the_end(fails: bool, way: str) -> None:
+    world, _, given = WAYS[way]
+    first, last = ranks_of("world:one_fails_in_its_last_update", world, fails=fails, **given)
+    assert last.error.startswith("PartialUpdate: ") == fails and first.status == 0
+    told = "rank 1 has failed in the last step: PartialUpdate: half of it is done"
+    assert (told in first.output) == fails and ("failed" in first.output) == fails
+    assert "has failed" not in last.output
+
+
 def test_a_rank_that_ends_is_no_reason_for_other_micro_batches() -> None:
     first, _ = ranks_of("world:one_dies_in_the_next_attempt", 2)
     assert first.error.startswith("RuntimeError: ") and not first.hung

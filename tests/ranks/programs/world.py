@@ -325,6 +325,32 @@ def one_fails_between(rank: Rank) -> None:
         step(torch.randn(4, 4), torch.randn(4, 2))
 
 
+def one_fails_in_its_last_update(rank: Rank) -> None:
+    """Nobody votes any more."""
+    _meets(rank)
+    store: Any = dist.distributed_c10d._get_default_store()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fails = rank.arguments["fails"] and rank.rank == rank.world - 1
+
+    @oomkit.auto_batch(verify=False, reduction="mean")
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def breaks(*_: Any) -> None:
+        if fails:
+            raise oomkit.PartialUpdate("half of it is done")
+
+    optimizer.register_step_post_hook(breaks)
+    try:
+        step(torch.randn(4, 4), torch.randn(4, 2))
+    finally:
+        store.set(f"came {rank.rank}", "")
+        store.wait([f"came {one}" for one in range(rank.world)])
+
+
 def one_leaves(rank: Rank) -> None:
     """The last rank's data ends before the others'."""
     _meets(rank)
