@@ -153,11 +153,16 @@ def order_rows(whole: list[Bound], parts: list[list[Bound]], before: int) -> int
         2 they are, 1 an index over rows may be such an order and left all in place, 0 neither.
     """
 
-    def differ(kind: str) -> bool:
-        sizes = [[at for name, at, _ in each if name == kind] for each in (whole, *parts)]
-        return any(each != sizes[0] for each in sizes[1:])
+    def sizes(kind: str) -> list[list[Any]]:
+        return [[at for name, at, _ in each if name == kind] for each in (whole, *parts)]
 
-    return 2 if before == 2 or differ("order") else int(differ("in place"))
+    def differ(found: list[list[Any]]) -> bool:
+        return any(each != found[0] for each in found[1:])
+
+    if before == 2 or differ(sizes("order")):
+        return 2
+    in_place = sizes("in place")  # of equal values in each part, not of numbers of the batch's rows
+    return int(all(in_place) and differ(in_place))
 
 
 def of_the_batch(whole: list[Bound], parts: list[list[Bound]], limit: float) -> str | None:

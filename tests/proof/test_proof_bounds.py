@@ -214,6 +214,25 @@ def test_an_order_within_rows_is_shown_once() -> None:
     assert runs == [8, 8]
 
 
+def test_an_index_by_the_numbers_of_the_rows_is_shown_once() -> None:
+    """Codes that are learnt for each sample of a data set: an order of all rows would begin anew in
+    each part."""
+    net, codes = nn.Linear(8, 4), nn.Parameter(torch.randn(16, 8))
+    runs: Seen[int] = Seen()
+
+    @oomkit.auto_batch(model=net, participants=[codes], accumulation_steps=2)
+    def step(x: torch.Tensor, ids: torch.Tensor) -> None:
+        net.zero_grad()
+        codes.grad = None
+        runs.append(len(x))
+        net(x + codes[ids]).square().mean().backward()
+
+    for _ in range(3):  # the second compares losses
+        runs.clear()
+        step(torch.randn(16, 8), torch.arange(16))
+    assert runs == [8, 8]
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_an_index_of_rows_is_shown_until_it_moves_one(alike: bool) -> None:
     """Packed sequences are put in the order of their lengths, and back."""
