@@ -159,23 +159,19 @@ oomkit_proof_after(oomkit_proof *p, int kept)
     return after == NULL ? -1 : (int)PyLong_AsLong(after);
 }
 
-/* Parts were not given all their numbers, or differ: is there another comparison?
- * *doubt: the difference that was seen counts where a coarse comparison shows one, too.
- * 1 the whole has run for it, 0 or -1. */
+/* Parts were not given all their numbers, or differ: is there another comparison? 1 the
+ * whole has run for it, 0 or -1. */
 static int
-compare_otherwise(oomkit_proof *p, int kept, int *doubt)
+compare_otherwise(oomkit_proof *p, int kept)
 {
-    int moved, after, anew = *doubt && p->numbers == OOMKIT_NUMBERS_OTHER;
+    int moved, after = oomkit_proof_after(p, kept);
 
-    after = *doubt ? 0 : oomkit_proof_after(p, kept);
-    if (anew || after == 4) {
-        p->numbers = OOMKIT_NUMBERS_SAME;
+    if (after == 3) {
         return oomkit_proof_whole_once(p, 0, &moved) < 0 ? -1 : 1;
     }
     if (after < 2) {
         return after;
     }
-    *doubt = after == 3;
     p->numbers = OOMKIT_NUMBERS_OTHER;
     return whole_by_chance(p) < 0 ? -1 : 1;
 }
@@ -184,7 +180,7 @@ compare_otherwise(oomkit_proof *p, int kept, int *doubt)
 static int
 compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **text)
 {
-    int moved, kept, again, doubt = 0;
+    int moved, kept, again;
 
     do {
         *text = NULL;
@@ -202,7 +198,7 @@ compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **
             }
             continue;
         }
-        again = compare_otherwise(p, kept, &doubt);
+        again = compare_otherwise(p, kept);
         if (again == 0 && (again = proof_overflows(p)) > 0 &&
             oomkit_proof_whole_again(p) < 0) {
             again = -1;

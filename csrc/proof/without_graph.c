@@ -222,7 +222,7 @@ verify_all(oomkit_proof *p, const oomkit_slice *cut, int *moved)
     kept = oomkit_proof_kept(p, one || two);
     if (kept == 0) {
         kept = oomkit_proof_after(p, 0);
-        if (kept == 1 || kept == 4) {
+        if (kept == 1 || kept == 3) {
             return verify_all(p, cut, moved);
         }
         p->numbers = kept < 0 ? p->numbers : OOMKIT_NUMBERS_OTHER;
@@ -286,8 +286,7 @@ verify_quietly(oomkit_proof *p, const oomkit_slice *cut, PyObject *verdict)
 {
     OWNED PyObject *text = NULL, *quiet = NULL;
 
-    if (verdict == NULL || verdict == Py_None || !p->moved ||
-        PyTuple_GET_ITEM(verdict, 0) == Py_False) {
+    if (verdict == NULL || verdict == Py_None || !p->moved) {
         return verdict;
     }
     if (oomkit_proof_hidden(p, 0, &text) < 0 || text == NULL) {
@@ -296,6 +295,7 @@ verify_quietly(oomkit_proof *p, const oomkit_slice *cut, PyObject *verdict)
     quiet = PyObject_CallMethod(p->judge, "quiet", "O", Py_True);
     Py_SETREF(verdict, quiet == NULL ? NULL : verify_once(p, cut));
     if (verdict != NULL && p->moved) {
+        p->moved = 0; /* this is no matter of other numbers */
         Py_SETREF(verdict, Py_BuildValue("OO[]", Py_False, text));
     }
     return verdict;

@@ -88,7 +88,7 @@ def is_array(value: object) -> bool:
 def is_stream(value: object) -> bool:
     """A random generator of Python, of numpy or of torch."""
     if isinstance(value, (random.Random, torch.Generator)):
-        return True
+        return not isinstance(value, random.SystemRandom)  # which has no state
     return any(
         k.__module__.startswith("numpy.random") and k.__name__ in ("Generator", "RandomState")
         for k in type(value).__mro__

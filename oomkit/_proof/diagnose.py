@@ -214,8 +214,8 @@ def advice(rules: list[tuple[str, str]], is_sum: bool, chooses: bool, hidden: bo
     """
     if hidden:
         return (
-            "it may choose among its rows by them. Draw by torch, one call for all rows "
-            "(torch.randn(len(x), 4)), or before the step. "
+            "it may choose among its rows by them. Draw by torch, numbers for each row in one "
+            "call (torch.randn(len(x), 4)), or before the step. "
             'verify="warn" splits the step anyway'
         )
     kinds = [kind for kind, _ in rules if kind != ("sum" if is_sum else "rows")]

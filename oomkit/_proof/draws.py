@@ -156,6 +156,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if records:
             self._drawn, self._whole = [], cut[0]
             self._keys.clear()
+            self._ends.clear()
             self._several = self._halved = self._guessed = self.chooses = False
             self._first = None
 
@@ -265,18 +266,18 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Several numbers for each row have two orders: the other one is tried once for a whole, and
         stays where it is right. Of numbers for half of the rows those of the other half may be
-        made: what they tell is in doubt.
+        made, and what goes on from part to part may be others that a row had: a difference is
+        in doubt there.
 
         Args:
             kept: whether they were given all.
 
         Returns:
-            0 they differ, 1 run them again, 2 let them draw their own, 3 the same, in doubt, 4 run
-            the whole again, too.
+            0 they differ, 1 run them again, 2 let them draw their own, 3 run the whole again, too.
         """
         if not kept and self._seeded and not self._eager:
             self._eager = True
-            return 4
+            return 3
         if self._astray and self._follow is None:
             self._follow = set(self._astray)
             return 1
@@ -285,11 +286,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1
         if self._several and self._first is not None:  # in vain
             self._turned, self._several, kept = not self._turned, False, self._first
-        kept &= not self._follow  # in vain, or they differ: it may be others that a row had
-        self.hides |= not kept
-        if not kept or ((self._guessed or self._astray) and not self.chooses):
-            return 2
-        return 3 if self._halved and not self.chooses else 0
+        doubt = self._follow or self._guessed or self._astray or self._halved
+        if kept and (self.chooses or not doubt):
+            return 0
+        self.hides = True
+        return 2
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -329,7 +330,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(numbers) is not torch.Tensor:
             return made
         self._next += 1
-        if _is_seed(given) and numbers.shape == drawn.numbers.value.shape:
+        same = numbers.shape == drawn.numbers.value.shape
+        if same and _is_seed(given) and not self._eager:
             self._seeded = True  # a compiled function, whose numbers are its own
             return func(*args, **kwargs)
         rows = self._rows(name, drawn.numbers, numbers.shape)
@@ -399,7 +401,8 @@ def _dropout_at(func: Any) -> int | None:
 
 
 def _is_stream(stream: Any) -> bool:
-    return isinstance(stream, random.Random) or type(stream).__module__.startswith("numpy.random")
+    kinds = type(stream).__mro__
+    return random.Random in kinds or any(k.__module__.startswith("numpy.random") for k in kinds)
 
 
 def _state_of(stream: Any) -> Any:

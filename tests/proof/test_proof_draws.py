@@ -155,6 +155,29 @@ def _loop_of_python(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch
     return (model(x) * (1 + shares[:, None] * torch.rand(()))).square().mean()
 
 
+def _labels_by_python(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As many of the stream as it takes, which differs from row to row."""
+    taken = torch.tensor([random.randrange(3) for _ in range(len(x))])
+    return -(model(x).log_softmax(1).gather(1, taken[:, None])).mean()
+
+
+def _of_a_drawn_seed(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    own = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, (1,))))
+    return (model(x) * torch.rand((), generator=own)).square().mean()
+
+
+class _Sub(np.random.Generator):
+    pass
+
+
+OF_SUB = _Sub(np.random.PCG64(0))
+
+
+def _of_a_subclass(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    noise = torch.from_numpy(OF_SUB.standard_normal((len(x), 4))).float()
+    return (model(x) + noise).square().mean()  # type: ignore[no-any-return]
+
+
 def _until_all_are_taken(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Rejection: a part may draw less often than the whole."""
     found = torch.full((len(x),), -1.0)
@@ -190,6 +213,9 @@ ROWS = [
     _of_own_generators,
     _loop_of_python,
     _until_all_are_taken,
+    _labels_by_python,
+    _of_a_drawn_seed,
+    _of_a_subclass,
 ]
 
 
@@ -297,17 +323,24 @@ def test_numbers_of_rows_are_those_of_the_whole(
     loss: Loss, trains: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="oomkit")
-    for seed in range(3):
+    for seed in range(8 if loss is _labels_by_python else 3):
         assert _run(loss, seed, trains).accumulation_steps == 2
         assert _lines(caplog) and not any("coarse" in line for line in _lines(caplog))
         caplog.clear()
 
 
-def test_other_numbers_are_compared_coarsely(caplog: pytest.LogCaptureFixture) -> None:
-    """What is drawn for half of the rows is no row's."""
-    caplog.set_level(logging.INFO, logger="oomkit")
-    assert _run(_antithetic, 2).accumulation_steps == 2
-    assert "a coarse comparison" in "".join(_lines(caplog))
+def _halves(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Between the first and the last rows, as a gradient penalty takes them."""
+    half = len(x) // 2
+    share = torch.rand(half, 1)
+    return model(share * x[:half] + (1 - share) * x[-half:]).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("loss", [_antithetic, _halves])
+def test_numbers_for_half_of_the_rows_are_no_proof(loss: Loss) -> None:
+    for seed in range(6):
+        with pytest.raises(oomkit.SplitError):
+            _run(loss, seed)
 
 
 def _by_numpy_twice(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -318,7 +351,7 @@ def _by_numpy_twice(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 def test_numbers_that_no_part_can_be_given_are_no_proof(trains: bool) -> None:
-    match = "no part can be given the random numbers.*one call for all rows"
+    match = "no part can be given the random numbers.*for each row in one call"
     for seed in range(6):
         with pytest.raises(oomkit.SplitError, match=match if seed == 0 and trains else None):
             _run(_by_numpy_twice, seed, trains)
@@ -406,17 +439,26 @@ def _trimmed_and_flat(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> tor
     return ((x * model.weight[0, 0] + 0.1 * noise).square() * counts).sum(1).mean()
 
 
-@pytest.mark.parametrize(("loss", "coarse"), [(_trimmed, False), (_trimmed_and_flat, True)])
+LONGEST = [2, 1], [3, 1], [1, 2], [1, 3]
+"""Numbers of the two rows of a part that may be the longest one."""
+
+
+@pytest.mark.parametrize("longest", LONGEST)
 def test_numbers_of_tokens_that_a_part_does_not_have(
-    loss: Loss, coarse: bool, caplog: pytest.LogCaptureFixture
+    longest: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The longest row is in the first part, or not."""
     caplog.set_level(logging.INFO, logger="oomkit")
-    for longest in ([2, 1], [3, 1], [1, 2], [1, 3]):
-        y = torch.tensor([longest[0], *[0] * 3, longest[1], *[0] * 3] * 2)
-        for seed in range(3):
-            assert _run(loss, seed, y=y).accumulation_steps == 2
-    assert ("coarse" in "".join(_lines(caplog))) == coarse
+    y = torch.tensor([longest[0], *[0] * 3, longest[1], *[0] * 3] * 2)
+    for seed in range(3):
+        assert _run(_trimmed, seed, y=y).accumulation_steps == 2
+    assert "coarse" not in "".join(_lines(caplog))
+
+
+def test_numbers_of_tokens_in_one_row_are_no_proof() -> None:
+    y = torch.tensor([2, 0, 0, 0, 1, 0, 0, 0] * 2)
+    for seed in range(3):
+        with pytest.raises(oomkit.SplitError):
+            _run(_trimmed_and_flat, seed, y=y)
 
 
 COUPLED = [
@@ -634,6 +676,30 @@ def test_weights_are_found_with_several_numbers_for_each_row() -> None:
     for seed in range(3):
         assert _run(added, seed).accumulation_steps == 2
         assert _run(ignoring, seed, y=y).accumulation_steps == 2
+
+
+@pytest.mark.parametrize("choose", [OF_NUMPY.permutation, np.random.permutation])
+def test_choices_where_one_row_fits_are_no_proof(choose: Callable[[int], Any]) -> None:
+    """Of two rows they may choose each itself: those of more decide, by losses alone."""
+
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if len(x) > 1 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        out = model(x)
+        return (1 + (out * out[torch.as_tensor(choose(len(x)))]).sum(1)).square().mean()
+
+    for seed in range(6):
+        with pytest.raises(oomkit.SplitError):
+            _run(loss, seed)
+
+
+def test_numbers_of_the_system_have_no_state() -> None:
+    system = random.SystemRandom()
+
+    def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean() * (1 + 0 * system.random())  # type: ignore[no-any-return]
+
+    assert _run(loss, 0).accumulation_steps == 2
 
 
 def test_a_compiled_function_stays_compiled() -> None:
