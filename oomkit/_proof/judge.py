@@ -7,7 +7,6 @@ caller and the updates would see of the two is compared here.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 import weakref
@@ -18,13 +17,15 @@ import torch
 
 from .. import _C
 from . import values
-from .bounds import Bound, bounds, of_the_batch, order_rows
+from .bounds import bounds, of_the_batch, order_rows
 from .diagnose import Verification, advice, tolerance
 from .draws import Draws
 from .flows import Flows, hooks
 from .numbers import Numbers
 from .quiet import Quiet
 from .residual import Products, left
+from .runs import Run, Update
+from .slope import Slope, Terms
 from .weights import (
     TOLD,
     Cut,
@@ -72,50 +73,6 @@ _FARTHER = 4.0  # parts may be as many times as far from the whole as it is from
 _SHOWN = 3  # names in a message
 
 
-@dataclasses.dataclass(slots=True)
-class _Update:
-    """What one intercepted call was given."""
-
-    target: int
-    name: str
-    arguments: list[tuple[str, Any]]
-    gradients: dict[int, torch.Tensor]
-
-
-class _Run:
-    """What one run of the step has shown."""
-
-    __slots__ = (
-        "bounds",
-        "each",
-        "gradients",
-        "last",
-        "losses",
-        "parts",
-        "raw",
-        "results",
-        "rows",
-        "seen",
-        "updates",
-        "weights",
-    )
-
-    def __init__(self) -> None:
-        self.updates: list[_Update] = []
-        self.gradients: dict[int, torch.Tensor] = {}
-        self.raw: dict[int, torch.Tensor] = {}
-        # Gradients that the last update was given, by parameter: who, mark, copy.
-        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], Any, torch.Tensor | None]] = {}
-        self.last: set[int] = set()  # parameters whose gradients are those at the end
-        self.parts: dict[int, float] = {}  # norms of what the first part alone gave
-        self.losses: list[list[float]] = []  # of each backward, by micro-batch
-        self.bounds: list[list[Bound]] = []  # by micro-batch
-        self.results: dict[str, Any] = {}
-        self.each: list[dict[str, Any]] = []  # results of micro-batches
-        self.rows: list[int] = []
-        self.weights: list[float] = []
-
-
 def _alive(roots: list[Any] | None) -> list[Any]:
     return [root for ref in roots or [] if (root := ref()) is not None]
 
@@ -147,12 +104,14 @@ class Proof:
         self._is_hidden = False
         self._orders = 0  # order_rows(): rows are put in order
         self.draws = Draws()
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, Run] = {}
         self._now = ""
+        self._cut: Cut = []
         self._host = torch.autograd.graph.save_on_cpu()
         self._limit = self._loss_limit = 0.0
         # A loss in double precision may be one of a model in single precision.
         self._rounding = max((tolerance(p) for p in params if p.is_floating_point()), default=0.0)
+        self._slope = Slope()
         self._raw = False
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
@@ -207,12 +166,13 @@ class Proof:
             self._runs.clear()
             self._by_chance = []
         self._now = run
-        self._runs[run] = _Run()
+        self._runs[run] = Run()
         self._worst = (0.0, "")  # of a run that an error ended
         self._marks = [values.mark(p) for p in self._params] if marks is None else marks
         if run == "parts":
             self._unwritten = {i: values.host(self._params[i]) for i in self._written}
         self._raw = run in ("raw", "one", "two")
+        self._cut = cut
         self.draws.begin(cut, run == "whole")
 
     def hush(self) -> None:
@@ -267,6 +227,7 @@ class Proof:
         rounding = max(tolerance(tensor), self._rounding)
         self._loss_limit = max(self._loss_limit, rounding)
         self._limit = max(self._limit, _GRADIENT[rounding])
+        self._slope.root(tensor)
 
     def swept(self, gradients: list[torch.Tensor | None]) -> None:
         """A backward of the last micro-batch has ended; asked for where weights are searched."""
@@ -284,6 +245,9 @@ class Proof:
         run = self._runs[self._now]
         if not run.parts:
             run.parts = {i: values.norm(g) for i, g in enumerate(gradients) if g is not None}
+            if self._slope.limit(self._limit) < 1.0 and len(self._cut) == 2 and not self.noise:
+                present = ((i, g) for i, g in enumerate(gradients) if g is not None)
+                run.first = {id(self._params[i]): values.host(g) for i, g in present}
 
     def update(
         self, target: Any, name: str, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -308,7 +272,7 @@ class Proof:
                     if param.grad is not None:
                         gradients[id(param)] = param.grad
         self._quiet.update(target, gradients.values())
-        made = _Update(id(target), f"{type(target).__name__}.{name}()", arguments, gradients)
+        made = Update(id(target), f"{type(target).__name__}.{name}()", arguments, gradients)
         run = self._runs[self._now]
         run.updates.append(made)
         whole = self._now == "whole"
@@ -375,7 +339,7 @@ class Proof:
             if not self.noise:
                 self._compare_written(self._moved_now)
 
-    def _may_be_written(self, run: _Run) -> list[int]:
+    def _may_be_written(self, run: Run) -> list[int]:
         """Parameters that the step has written to by itself. Where it has used up its gradients
         and no update was seen, that may be any: a few rows through `.data` leave no mark."""
         used = any(run.losses) and not run.updates
@@ -383,7 +347,7 @@ class Proof:
             return [i for i, param in enumerate(self._params) if param.requires_grad]
         return self._moved_now
 
-    def _of_update(self, run: _Run, i: int, grad: torch.Tensor) -> Any:
+    def _of_update(self, run: Run, i: int, grad: torch.Tensor) -> Any:
         """What the last update was given, where that is this gradient, unchanged."""
         seen = run.seen.get(id(self._params[i]))
         same = seen is not None and seen[0]() is grad
@@ -432,7 +396,7 @@ class Proof:
         self,
         whole: dict[int, torch.Tensor],
         made: dict[int, torch.Tensor],
-        run: _Run,
+        run: Run,
         param: Callable[[int], Any],
         where: str,
     ) -> None:
@@ -471,6 +435,9 @@ class Proof:
             if one > 0.0 and i in made:
                 ratios.append(two / one)
         if not wrong:
+            ids = {i: id(param(i)) for i in gaps if i not in entry}
+            terms = [(whole[i], made[i], run.first[k]) for i, k in ids.items() if k in run.first]
+            self._weigh(terms, run.weights, where)
             return
         wrong.sort(reverse=True)
         shown = ", ".join(self.name_of(param(i)) for _, i in wrong[:_SHOWN])
@@ -480,6 +447,15 @@ class Proof:
             f"the gradient of {shown}{more}{where} differs by {wrong[0][0]:.2g} of its norm"
             f"{self._looks_like(ratios, len(wrong))}",
         )
+
+    def _weigh(self, terms: list[Terms], weights: list[float], where: str | None = None) -> bool:
+        """Where single gradients are coarse: do the two parts weigh what they should?"""
+        if not terms or not self._slope.limit(self._limit) < math.inf:
+            return True
+        size, text = self._slope.compare(terms, weights)
+        if where is not None:
+            self._fail(size, f"{text}{where}")
+        return size == 0.0
 
     @staticmethod
     def _looks_like(ratios: list[float], wrong: int) -> str:
@@ -491,7 +467,7 @@ class Proof:
             return ""
         return f" (all gradients are {mean:.3g} times as large)"
 
-    def _compare_update(self, index: int, made: _Update) -> None:
+    def _compare_update(self, index: int, made: Update) -> None:
         whole = self._runs["whole"].updates
         if index >= len(whole) or (whole[index].target, whole[index].name) != (
             made.target,
@@ -546,7 +522,7 @@ class Proof:
                 if a != b:
                     self._chance = max(self._chance, _FARTHER * abs(a - b) / max(abs(a), abs(b)))
 
-    def _compare_losses(self, whole: _Run, made: _Run) -> None:
+    def _compare_losses(self, whole: Run, made: Run) -> None:
         """Where chance hides what gradients are: the losses, coarsely."""
         limit = max(_NOISE, self._chance)
         for at, value in enumerate(whole.losses[0] if whole.losses else []):
@@ -559,7 +535,7 @@ class Proof:
                     f"the loss of a backward() is {total:.6g} instead of {value:.6g}",
                 )
 
-    def _compare_bounds(self, whole: _Run, made: _Run) -> None:
+    def _compare_bounds(self, whole: Run, made: Run) -> None:
         self._orders = order_rows(whole.bounds[0], made.bounds, self._orders)
         name = of_the_batch(whole.bounds[0], made.bounds, self._loss_limit)
         if name is not None:
@@ -579,7 +555,7 @@ class Proof:
         exact = isinstance(value, float) and self._loss_limit == _EXACT
         return _VALUE[torch.float64 if exact else torch.float32]
 
-    def _compare_results(self, whole: _Run, made: _Run) -> None:
+    def _compare_results(self, whole: Run, made: Run) -> None:
         again = self._runs.get("whole again")
         others = [again.results] if again else self._by_chance if self.noise else []
         for place, one in whole.results.items():
@@ -607,7 +583,7 @@ class Proof:
             what = values.shown(two, one) if gap < math.inf else values.shapes(two, one)
             self._fail(gap, f"{place} of the joined parts is {what}")
 
-    def _is_joined(self, place: str, one: Any, made: _Run, limit: float) -> bool:
+    def _is_joined(self, place: str, one: Any, made: Run, limit: float) -> bool:
         parts, added = [each.get(place) for each in made.each], sum(made.weights) > 1.5  # a sum
         noted = not self.noise and self._numbers.note(
             place, one, parts, made.weights, made.rows, limit, self._has_gradient
@@ -624,7 +600,7 @@ class Proof:
         every = [whole.gradients, *(update.gradients for update in whole.updates)]
         return any(values.norm(g) > 0.0 for found in every for g in found.values())
 
-    def _compare_unjoined(self, whole: _Run, made: _Run) -> None:
+    def _compare_unjoined(self, whole: Run, made: Run) -> None:
         """Parts of one row that could not be joined: what has no rows must be one value."""
         for place, one in whole.results.items():
             parts = [each.get(place) for each in made.each]
@@ -754,6 +730,7 @@ class Proof:
                 weights is not None
                 and inner.residual(*weights) <= max(self._limit, _SQUARED)
                 and left(whole, one, two, *weights) <= self._limit
+                and self._weigh(_terms(whole, one, two, *weights), [*weights])
             ):
                 found.append(weigher)
         return found
@@ -854,8 +831,9 @@ class Proof:
         used = (rule or Weigher("rows")).of(leaves)
         weighers = list(candidates(leaves, self.modules(), self.tried))
         passed = [(start, first), (start + first, length - first)] if first > 0 else []
+        limit = self._slope.limit(self._limit) if self._slope.sharp else self._limit
         for key, gap in undecided(weighers, passed, used, self.tried).items():
-            self.tried[key] = math.inf if gap >= _SURE * self._limit and not self.noise else gap
+            self.tried[key] = math.inf if gap >= _SURE * limit and not self.noise else gap
         before = [(start, length)] if first > 0 else []
         return decisive(weighers, slices, used, self.tried, unit, before)
 
@@ -882,6 +860,18 @@ class Proof:
             return True
         weighers = list(candidates(leaves, _C.modules_of(_alive(roots)), tried))
         return decisive(weighers, slices, used, tried, unit) is not None
+
+
+def _terms(
+    whole: dict[int, torch.Tensor],
+    one: dict[int, torch.Tensor],
+    two: dict[int, torch.Tensor],
+    a: float,
+    b: float,
+) -> list[Terms]:
+    """See Slope.compare(): of gradients that have no weights yet."""
+    both = [i for i in whole if i in one and i in two]
+    return [(whole[i], one[i] * a + two[i] * b, one[i] * a) for i in both]
 
 
 def _is_rounding(one: Any, two: Any) -> bool:
