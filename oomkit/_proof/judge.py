@@ -691,7 +691,11 @@ class Proof:
 
     def proven(self, whole: int, first: int, second: int) -> str:
         """The line that says so."""
-        how = "; a coarse comparison, because the step draws random numbers" if self.noise else ""
+        how = ""
+        if self.noise:
+            how = "; a coarse comparison, because the step draws random numbers"
+        elif self.draws.hides:
+            how = "; exactly in eval mode alone, for no part can be given what training mode draws"
         return (
             f"proved the split of {self.label}: {whole} rows and the same rows as {first} and "
             f"{second} give the same gradients and results{how}"
