@@ -25,7 +25,7 @@ from .numbers import Numbers
 from .quiet import Quiet
 from .residual import Products, left
 from .runs import Run, Update
-from .slope import Slope, Terms
+from .slope import COARSE, Terms, slope
 from .weights import (
     TOLD,
     Cut,
@@ -111,7 +111,6 @@ class Proof:
         self._limit = self._loss_limit = 0.0
         # A loss in double precision may be one of a model in single precision.
         self._rounding = max((tolerance(p) for p in params if p.is_floating_point()), default=0.0)
-        self._slope = Slope()
         self._raw = False
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
@@ -227,7 +226,6 @@ class Proof:
         rounding = max(tolerance(tensor), self._rounding)
         self._loss_limit = max(self._loss_limit, rounding)
         self._limit = max(self._limit, _GRADIENT[rounding])
-        self._slope.root(tensor)
 
     def swept(self, gradients: list[torch.Tensor | None]) -> None:
         """A backward of the last micro-batch has ended; asked for where weights are searched."""
@@ -245,7 +243,7 @@ class Proof:
         run = self._runs[self._now]
         if not run.parts:
             run.parts = {i: values.norm(g) for i, g in enumerate(gradients) if g is not None}
-            if self._slope.limit(self._limit) < 1.0 and len(self._cut) == 2 and not self.noise:
+            if self._limit >= COARSE and len(self._cut) == 2 and not self.noise:
                 present = ((i, g) for i, g in enumerate(gradients) if g is not None)
                 run.first = {id(self._params[i]): values.host(g) for i, g in present}
 
@@ -450,9 +448,9 @@ class Proof:
 
     def _weigh(self, terms: list[Terms], weights: list[float], where: str | None = None) -> bool:
         """Where single gradients are coarse: do the two parts weigh what they should?"""
-        if not terms or not self._slope.limit(self._limit) < math.inf:
+        if not terms or self._limit < COARSE:
             return True
-        size, text = self._slope.compare(terms, weights)
+        size, text = slope(terms, weights)
         if where is not None:
             self._fail(size, f"{text}{where}")
         return size == 0.0
@@ -835,9 +833,8 @@ class Proof:
         used = (rule or Weigher("rows")).of(leaves)
         weighers = list(candidates(leaves, self.modules(), self.tried))
         passed = [(start, first), (start + first, length - first)] if first > 0 else []
-        limit = self._slope.limit(self._limit) if self._slope.sharp else self._limit
         for key, gap in undecided(weighers, passed, used, self.tried).items():
-            self.tried[key] = math.inf if gap >= _SURE * limit and not self.noise else gap
+            self.tried[key] = math.inf if gap >= _SURE * self._limit and not self.noise else gap
         before = [(start, length)] if first > 0 else []
         return decisive(weighers, slices, used, self.tried, unit, before)
 
@@ -873,7 +870,7 @@ def _terms(
     a: float,
     b: float,
 ) -> list[Terms]:
-    """See Slope.compare(): of gradients that have no weights yet."""
+    """See slope(): of gradients that have no weights yet."""
     both = [i for i in whole if i in one and i in two]
     return [(whole[i], one[i] * a + two[i] * b, one[i] * a) for i in both]
 
