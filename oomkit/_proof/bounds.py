@@ -138,7 +138,7 @@ def _left_in_place(node: Any) -> int:
     if index.ndim > 1:  # of gather(): one line of them
         index = index.movedim(_dim(node) or 0, 0).flatten(1)[:, 0]
     alike = torch.equal(index, torch.arange(len(index), dtype=index.dtype, device=index.device))
-    return len(index) if alike and len(index) > 1 else 0
+    return len(index) if alike else 0
 
 
 def order_rows(whole: list[Bound], parts: list[list[Bound]], before: int) -> int:
@@ -161,7 +161,9 @@ def order_rows(whole: list[Bound], parts: list[list[Bound]], before: int) -> int
 
     if before == 2 or differ(sizes("order")):
         return 2
-    in_place = sizes("in place")  # of equal values in each part, not of numbers of the batch's rows
+    # One of equal values leaves all rows of each part in place, if it is one row, too; numbers of
+    # the batch's rows begin anew in none but the first.
+    in_place = sizes("in place")
     return int(all(in_place) and differ(in_place))
 
 

@@ -149,15 +149,19 @@ ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _against_its_copy(order: Callable[[torch.Tensor], torch.Tensor], late: int) -> tuple[Any, Any]:
+def _against_its_copy(
+    order: Callable[[torch.Tensor], torch.Tensor], late: int, fits: int | None = None
+) -> tuple[Any, Any]:
     """Values of rows in order, less those of the model as it was: all 0 until it moves."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     reference = copy.deepcopy(net).requires_grad_(False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
 
-    @oomkit.auto_batch(model=net, optimizer=optimizer, accumulation_steps=2)
+    @oomkit.auto_batch(model=net, optimizer=optimizer, accumulation_steps=2 if fits is None else 1)
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        if fits is not None and len(x) > fits and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         optimizer.zero_grad()
         chosen, rejected = ((net(z) - reference(z)).squeeze(1) for z in (x, y))
         (-F.logsigmoid(order(chosen) - order(rejected)).mean()).backward()
@@ -179,6 +183,15 @@ def test_an_order_over_rows_is_not_shown_by_rows_with_equal_values(order: str, l
     step, moved = _against_its_copy(ORDERS[order], late)
     with pytest.raises(oomkit.SplitError, match="differs by"):
         moved()
+
+
+@pytest.mark.parametrize("fits", [2, 3, 4])
+@pytest.mark.parametrize("order", ["index", "gather", "sort"])
+def test_an_order_over_rows_is_not_shown_by_a_part_of_one_row(order: str, fits: int) -> None:
+    for late in (4, 5):  # the losses of calls 4 and 8 are compared anyway
+        _, moved = _against_its_copy(ORDERS[order], late, fits=fits)
+        with pytest.raises(oomkit.SplitError):
+            moved()
 
 
 @pytest.mark.parametrize("dim", [1, -1])
