@@ -678,13 +678,20 @@ def test_weights_are_found_with_several_numbers_for_each_row() -> None:
         assert _run(ignoring, seed, y=y).accumulation_steps == 2
 
 
+@pytest.mark.parametrize("trains_only", [False, True])
+@pytest.mark.parametrize("fits", [1, 2, 4])
 @pytest.mark.parametrize("choose", [OF_NUMPY.permutation, np.random.permutation])
-def test_choices_where_one_row_fits_are_no_proof(choose: Callable[[int], Any]) -> None:
-    """Of two rows they may choose each itself: those of more decide, by losses alone."""
+def test_choices_where_few_rows_fit_are_no_proof(
+    choose: Callable[[int], Any], fits: int, trains_only: bool
+) -> None:
+    """Of two rows they may choose each itself: those of more decide, by losses alone, whether or
+    not the step works in eval mode."""
 
     def loss(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if len(x) > 1 and torch.is_grad_enabled():
+        if len(x) > fits and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if trains_only and not model.training:
+            raise ValueError("a step of training")
         out = model(x)
         return (1 + (out * out[torch.as_tensor(choose(len(x)))]).sum(1)).square().mean()
 
