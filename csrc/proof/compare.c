@@ -30,9 +30,13 @@ proof_ask(oomkit_proof *p, PyObject **text)
 int
 oomkit_proof_hidden(oomkit_proof *p, int by_chance, PyObject **text)
 {
-    return proof_answer(
-        PyObject_CallMethod(p->judge, "hidden", "O", by_chance ? Py_True : Py_False),
-        text);
+    PyObject *answer = NULL; /* owned, then stolen */
+
+    EXEMPT (p->call->st) {
+        answer = PyObject_CallMethod(p->judge, "hidden", "O",
+                                     by_chance ? Py_True : Py_False);
+    }
+    return proof_answer(answer, text);
 }
 
 /* Nothing but values of the result differ: would they be the same if the whole ran
