@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 # Before torch loads OpenMP: waiting threads that spin make a busy machine crawl.
@@ -93,6 +94,17 @@ def _without_proof(request: pytest.FixtureRequest) -> Iterator[None]:
     oomkit._C._prove(False)
     yield
     oomkit._C._prove(True)
+
+
+@pytest.fixture(autouse=True)
+def _as_if_nothing_was_compiled() -> Iterator[None]:
+    """oomkit looks at a process that has compiled something less closely."""
+    yield
+    frames, utils = (sys.modules.get(f"torch._dynamo.{name}") for name in ("eval_frame", "utils"))
+    if frames is not None and utils is not None and (frames.cached_backends or utils.counters):
+        torch._dynamo.reset()
+        frames.cached_backends.clear()
+        utils.counters.clear()
 
 
 @pytest.fixture(autouse=True)

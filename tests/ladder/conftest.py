@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 import oomkit
 from oomkit._ladder import recompute
@@ -34,14 +31,3 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(recompute._Run, "again", counting)
     return counted
-
-
-@pytest.fixture(autouse=True)
-def _as_if_nothing_was_compiled() -> Iterator[None]:
-    """oomkit looks at a process that has compiled something less closely."""
-    yield
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is not None:
-        torch._dynamo.reset()
-        frames.cached_backends.clear()
-        sys.modules["torch._dynamo.utils"].counters.clear()
