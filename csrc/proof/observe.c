@@ -106,12 +106,9 @@ watch_tell_gradients(oomkit_call *call, const char *method, int parked)
 static int
 proof_swept(oomkit_call *call)
 {
-    if (!call->is_last) {
-        return watch_tell_gradients(call, "parked", 1);
-    }
-    return call->proof->raw
+    return call->is_last
                ? watch_tell_gradients(call, "swept", oomkit_grads_are_eager(call))
-               : 0;
+               : watch_tell_gradients(call, "parked", 1);
 }
 
 int

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -228,11 +228,25 @@ class Proof:
         self._limit = max(self._limit, _GRADIENT[rounding])
 
     def swept(self, gradients: list[torch.Tensor | None]) -> None:
-        """A backward of the last micro-batch has ended; asked for where weights are searched."""
+        """A backward of the last micro-batch has ended: gradients as it leaves them, before the
+        step unscales or clips them."""
         run = self._runs[self._now]
-        if self._raw:
-            present = {i: g for i, g in enumerate(gradients) if g is not None}
-            run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
+        if not self._raw and not self._is_coarse:
+            return
+        present = {i: g for i, g in enumerate(gradients) if g is not None}
+        run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
+        run.sweeps += 1
+        whole = self._runs["whole"]
+        if self._now == "parts" and len(self._cut) == 2 and run.sweeps == whole.sweeps:
+            both = (run.first.keys() & whole.raw.keys() & run.raw.keys()) - self._entry.keys()
+            terms = [(whole.raw[i], run.raw[i], run.first[i]) for i in sorted(both)]
+            size, text = slope(terms, run.weights)
+            self._fail(size, text)
+
+    @property
+    def _is_coarse(self) -> bool:
+        """Whether all gradients together tell more of weights than each of them."""
+        return self._limit >= COARSE and not self.noise
 
     def eager(self) -> None:
         """What comes now was accumulated apart from the gradients of the entry."""
@@ -241,11 +255,11 @@ class Proof:
     def parked(self, gradients: list[torch.Tensor | None]) -> None:
         """What the first part alone has given."""
         run = self._runs[self._now]
+        present = {i: g for i, g in enumerate(gradients) if g is not None}
         if not run.parts:
-            run.parts = {i: values.norm(g) for i, g in enumerate(gradients) if g is not None}
-            if self._limit >= COARSE and len(self._cut) == 2 and not self.noise:
-                present = ((i, g) for i, g in enumerate(gradients) if g is not None)
-                run.first = {id(self._params[i]): values.host(g) for i, g in present}
+            run.parts = {i: values.norm(g) for i, g in present.items()}
+        if self._is_coarse and len(self._cut) == 2:
+            run.first = {i: values.host(g) for i, g in present.items()}
 
     def update(
         self, target: Any, name: str, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -433,9 +447,6 @@ class Proof:
             if one > 0.0 and i in made:
                 ratios.append(two / one)
         if not wrong:
-            ids = {i: id(param(i)) for i in gaps if i not in entry}
-            terms = [(whole[i], made[i], run.first[k]) for i, k in ids.items() if k in run.first]
-            self._weigh(terms, run.weights, where)
             return
         wrong.sort(reverse=True)
         shown = ", ".join(self.name_of(param(i)) for _, i in wrong[:_SHOWN])
@@ -445,15 +456,6 @@ class Proof:
             f"the gradient of {shown}{more}{where} differs by {wrong[0][0]:.2g} of its norm"
             f"{self._looks_like(ratios, len(wrong))}",
         )
-
-    def _weigh(self, terms: list[Terms], weights: list[float], where: str | None = None) -> bool:
-        """Where single gradients are coarse: do the two parts weigh what they should?"""
-        if not terms or self._limit < COARSE:
-            return True
-        size, text = slope(terms, weights)
-        if where is not None:
-            self._fail(size, f"{text}{where}")
-        return size == 0.0
 
     @staticmethod
     def _looks_like(ratios: list[float], wrong: int) -> str:
@@ -732,7 +734,9 @@ class Proof:
                 weights is not None
                 and inner.residual(*weights) <= max(self._limit, _SQUARED)
                 and left(whole, one, two, *weights) <= self._limit
-                and self._weigh(_terms(whole, one, two, *weights), [*weights])
+                and not (
+                    self._limit >= COARSE and slope(_terms(whole, one, two, weights), weights)[0]
+                )
             ):
                 found.append(weigher)
         return found
@@ -867,10 +871,10 @@ def _terms(
     whole: dict[int, torch.Tensor],
     one: dict[int, torch.Tensor],
     two: dict[int, torch.Tensor],
-    a: float,
-    b: float,
+    weights: Sequence[float],
 ) -> list[Terms]:
     """See slope(): of gradients that have no weights yet."""
+    a, b = weights
     both = [i for i in whole if i in one and i in two]
     return [(whole[i], one[i] * a + two[i] * b, one[i] * a) for i in both]
 

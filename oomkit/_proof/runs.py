@@ -38,6 +38,7 @@ class Run:
         "results",
         "rows",
         "seen",
+        "sweeps",
         "updates",
         "weights",
     )
@@ -45,12 +46,13 @@ class Run:
     def __init__(self) -> None:
         self.updates: list[Update] = []
         self.gradients: dict[int, torch.Tensor] = {}
-        self.raw: dict[int, torch.Tensor] = {}
+        self.raw: dict[int, torch.Tensor] = {}  # gradients as backwards leave them
+        self.sweeps = 0  # backwards of the last micro-batch
         # Gradients that the last update was given, by parameter: who, mark, copy.
         self.seen: dict[int, tuple[weakref.ref[torch.Tensor], Any, torch.Tensor | None]] = {}
         self.last: set[int] = set()  # parameters whose gradients are those at the end
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
-        self.first: dict[int, torch.Tensor] = {}  # and what it was, by parameter's id
+        self.first: dict[int, torch.Tensor] = {}  # and what it was
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
         self.bounds: list[list[Bound]] = []  # by micro-batch
         self.results: dict[str, Any] = {}

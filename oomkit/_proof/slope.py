@@ -10,7 +10,7 @@ weights. So the direction is that part of the difference that is orthogonal to t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ _CHUNK = 1 << 18
 Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def slope(terms: Iterable[Terms], weights: list[float]) -> tuple[float, str]:
+def slope(terms: Iterable[Terms], weights: Sequence[float]) -> tuple[float, str]:
     """How far off the first part's weight is, and what to say of it; 0.0 where it is not, or where
     that cannot be told.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,65 @@ def test_weights_that_are_not_found_are_no_proof(kind: str) -> None:
     for seed in range(4):
         with pytest.raises(oomkit.SplitError, match=r"the first part weighs 0\.\d+ of the whole"):
             Splits(_by_words, seed, kind).split()
+
+
+def _scaled(one: Splits) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A step that unscales its gradients, and clips them to little."""
+    optimizer, scaler = torch.optim.SGD(one.model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=one.autocast):
+            value = one.loss(one.model, x, y)
+        scaler.scale(value).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(one.model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def _clipped(one: Splits) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        one.gradients(x, y)
+        nn.utils.clip_grad_norm_(one.model.parameters(), 1e-3)
+        optimizer.step()
+
+    return step
+
+
+def _twice(one: Splits) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Of two backwards the second one counts less of its words."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        one.gradients(x, y)
+        with torch.autocast("cpu", torch.bfloat16, enabled=one.autocast):
+            value = 0.01 * _of_all(one.model, x, y)
+        value.backward()
+
+    return step
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("make", [_clipped, _scaled, _twice])
+def test_gradients_are_projected_as_backwards_leave_them(make: Any, kind: str) -> None:
+    """However small the step makes them then."""
+    for seed in range(4):
+        wrong = Splits(_by_words, seed, kind)
+        step = oomkit.auto_batch(make(wrong), model=wrong.model)
+        with (
+            inject_oom(nth=2, phase="backward"),
+            pytest.raises(oomkit.SplitError, match=r"the first part weighs 0\.\d+ of the whole"),
+        ):
+            step(wrong.x, wrong.y)
+        right = Splits(_of_all, seed, kind)
+        step = oomkit.auto_batch(make(right), model=right.model)
+        with inject_oom(nth=2, phase="backward"):
+            step(right.x, right.y)
+        assert step.records[-1].accumulation_steps > 1
 
 
 @pytest.mark.parametrize("kind", ["float16", "autocast"])
