@@ -187,6 +187,9 @@ oomkit_batch_rows_sure(const oomkit_batch *batch)
  * node) or -1. */
 int
 oomkit_node_moved(oomkit_state *st, const oomkit_node *node);
+/* Has a leaf? The batch cannot be run again then. As above. */
+int
+oomkit_batch_moved(oomkit_state *st, const oomkit_batch *batch);
 
 /* --- leaf_layout.c --- */
 /* Can the subtree be the data of `rows` samples? */

@@ -21,6 +21,18 @@ oomkit_node_moved(oomkit_state *st, const oomkit_node *node)
     return oomkit_tensor_mark(st, node->object, &facts) != node->version;
 }
 
+int
+oomkit_batch_moved(oomkit_state *st, const oomkit_batch *batch)
+{
+    Py_ssize_t i;
+    int moved = 0;
+
+    for (i = 0; i < batch->count && moved == 0; i++) {
+        moved = oomkit_node_moved(st, &batch->nodes[i]);
+    }
+    return moved;
+}
+
 static int
 node_is_marked(const oomkit_node *node)
 {

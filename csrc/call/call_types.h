@@ -283,6 +283,7 @@ typedef struct oomkit_tries {
     int update_again;      /* so was one that failed in an update */
     int update_smaller;    /* an update that failed goes on in smaller parts */
     int by_step;           /* the last micro-batch was ended by the function itself */
+    int parked;            /* ... of a proof, by an error, while gradients were away */
     int restart;           /* this attempt is given up: OOMKIT_RESTART_* */
     int widened;           /* so it was to have more than one row in the first slice */
     int restarts;          /* done in this call */

@@ -245,7 +245,8 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
     PyObject **vector;
     int status = 0;
 
-    call->tries.by_step = call->tries.run_failed = 0; /* of an attempt before */
+    /* of an attempt before */
+    call->tries.by_step = call->tries.run_failed = call->tries.parked = 0;
     if (call->split &&
         (oomkit_intercept_split(call) < 0 || oomkit_attempt_marks(call) < 0)) {
         return -1;

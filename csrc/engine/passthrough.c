@@ -215,7 +215,7 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
 int
 oomkit_recover_pass(oomkit_call *call, PyObject *exception)
 {
-    int parked = oomkit_grads_parked(call);
+    int parked = oomkit_grads_parked(call) || call->tries.parked;
     int interrupted = PyObject_TypeCheck(exception, /* and the step begins anew */
                                          (PyTypeObject *)PyExc_KeyboardInterrupt);
 

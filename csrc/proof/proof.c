@@ -15,8 +15,8 @@
 
 /* --- what comes of it --- */
 
-static int
-proof_log(oomkit_call *call, const char *level, PyObject *text)
+int
+oomkit_proof_log(oomkit_call *call, const char *level, PyObject *text)
 {
     return text == NULL ? -1 : oomkit_say(call->st, level, "sO", "%s", text);
 }
@@ -79,226 +79,6 @@ proof_parts(oomkit_proof *p, PyObject **text)
                                                          : result;
 }
 
-/* --- weights --- */
-
-/* Takes the place that the judge has found: (start, length, first), or None. Steals
- * `where`. 1, 0 for None, -1. */
-static int
-search_place(oomkit_proof *p, PyObject *where)
-{
-    long long start, length, first;
-    int found = where == NULL ? -1 : where != Py_None;
-
-    if (found > 0 && !PyArg_ParseTuple(where, "LLL", &start, &length, &first)) {
-        found = -1;
-    }
-    if (found > 0) {
-        p->start = start;
-        p->length = length;
-        p->first = first;
-    }
-    Py_XDECREF(where);
-    return found;
-}
-
-/* The rules that make this cut's parts the whole, also where they must not be used. New
- * list or NULL. */
-static PyObject *
-search_rules(oomkit_proof *p)
-{
-    const oomkit_slice whole = {p->start, p->length}, one = {p->start, p->first},
-                       two = {p->start + p->first, p->length - p->first};
-    OWNED PyObject *leaves = NULL;
-    PyObject *rules = NULL; /* owned */
-    int status;
-
-    if (!oomkit_weights_are_countable(p->call) || !p->trained) {
-        return PyList_New(0);
-    }
-    p->raw = 1;
-    status = oomkit_proof_run(p, "raw", &whole, 1, NULL) < 0 ||
-                     oomkit_proof_run(p, "one", &one, 1, NULL) < 0 ||
-                     oomkit_proof_run(p, "two", &two, 1, NULL) < 0
-                 ? -1
-                 : 0;
-    p->raw = 0;
-    leaves = status < 0 ? NULL : oomkit_proof_leaves(p->call);
-    if (leaves == NULL) {
-        return NULL;
-    }
-    EXEMPT (p->call->st) {
-        rules = PyObject_CallMethod(p->judge, "search", "O[(LL)(LL)]", leaves,
-                                    (long long)one.start, (long long)one.length,
-                                    (long long)two.start, (long long)two.length);
-    }
-    return rules;
-}
-
-/* Is it left to oomkit what the loss is a mean over? */
-static int
-search_needed(const oomkit_proof *p)
-{
-    return oomkit_weights_are_free(p->call) && oomkit_weights_are_countable(p->call);
-}
-
-/* Asks judge.method(leaves, rule, ..., slices) for a place. 1, 0 or -1. */
-static int
-search_ask(oomkit_proof *p, const char *method)
-{
-    OWNED PyObject *leaves = oomkit_proof_leaves(p->call);
-    OWNED PyObject *slices = oomkit_proof_slices(p->cut.slices, p->cut.count);
-    PyObject *rule = p->rule == NULL ? Py_None : p->rule; /* borrowed */
-    PyObject *where = NULL;                               /* owned, then stolen */
-
-    if (leaves == NULL || slices == NULL) {
-        return -1;
-    }
-    EXEMPT (p->call->st) {
-        where = PyObject_CallMethod(p->judge, method, "OOLLLO(LL)", leaves, rule,
-                                    (long long)p->start, (long long)p->length,
-                                    (long long)p->first, slices,
-                                    (long long)oomkit_unfit_multiple(p->call),
-                                    (long long)oomkit_unfit_least(p->call));
-    }
-    return search_place(p, where);
-}
-
-/* These rows and their parts without a graph. What that shows, or that nothing could
- * be shown, is logged. *text (owned) as in oomkit_proof_compare(), with weights that
- * would make them equal in p->rules. 1, 0 where nothing could be compared, -1. */
-static int
-weak_compare(oomkit_proof *p, PyObject **text)
-{
-    oomkit_call *call = p->call;
-    OWNED PyObject *verdict = oomkit_verify_rows(p, p->start, p->length, p->first);
-    PyObject *equal, *line, *rules; /* borrowed from verdict */
-
-    *text = NULL;
-    if (verdict == NULL) {
-        return -1;
-    }
-    if (verdict == Py_None) {
-        OWNED PyObject *nothing = PyUnicode_FromFormat(
-            "%U is split, but the split could not be verified: micro-batches of %lld "
-            "rows cannot be cut further, and two of them do not fit into memory at "
-            "once. If the loss is a mean over samples, pass verify=False to silence "
-            "this" SEE("split-not-verified"),
-            call->options->label, (long long)p->first);
-        return nothing == NULL                 ? -1
-               : call->batch.ambiguous != NULL ? 0
-                                               : proof_log(call, "warning", nothing);
-    }
-    if (!PyArg_ParseTuple(verdict, "OUO", &equal, &line, &rules)) {
-        return -1;
-    }
-    Py_XSETREF(p->rules, Py_NewRef(rules));
-    *text = equal == Py_False ? Py_NewRef(line) : NULL;
-    return *text == NULL && proof_log(call, "info", line) < 0 ? -1 : 1;
-}
-
-/* The exception in flight is out of memory, in rows that need not fit: it goes, and
- * what it held. 0 or -1. */
-static int
-proof_forgive(oomkit_proof *p)
-{
-    oomkit_call *call = p->call;
-
-    oomkit_exception_discard(call->st, oomkit_exception_take());
-    return oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call));
-}
-
-/* Are these rows compared without a graph? */
-static int
-proof_is_weak(const oomkit_proof *p)
-{
-    return p->weakly && p->length > p->fits;
-}
-
-/* Whole and parts at a place that tells weights apart. Two micro-batches need not fit:
- * then without a graph. *text (owned) as in oomkit_proof_compare(). 0 or -1. */
-static int
-proof_there(oomkit_proof *p, PyObject **text)
-{
-    *text = NULL;
-    if (!proof_is_weak(p)) {
-        if (oomkit_proof_whole(p) == 0 &&
-            oomkit_proof_compare(p, p->first, text) == 0) {
-            return 0;
-        }
-        if (p->length <= p->fits || p->call->tries.restart != 0 ||
-            !oomkit_exception_is_oom(p->call->st) || proof_forgive(p) < 0) {
-            return -1;
-        }
-        p->weakly = 1;
-    }
-    return weak_compare(p, text) < 0 ? -1 : 0;
-}
-
-/* Does this rule hold, for this cut and at another place? 1, 0 or -1. */
-static int
-search_holds(oomkit_proof *p)
-{
-    const oomkit_slice found = {p->start, p->length};
-    const int64_t first = p->first;
-    OWNED PyObject *text = NULL;
-    int place, holds = 0;
-
-    if (proof_is_weak(p)) {
-        place = weak_compare(p, &text);
-    } else {
-        place = oomkit_proof_compare(p, p->first, &text);
-    }
-    if (place < 0) {
-        return -1;
-    }
-    place = text == NULL ? search_ask(p, "confirm") : 0;
-    if (place > 0) {
-        if (proof_there(p, &text) < 0) {
-            return -1;
-        }
-        holds = text == NULL;
-        p->start = found.start;
-        p->length = found.length;
-        p->first = first;
-        if (!holds && !proof_is_weak(p) && oomkit_proof_whole_again(p) < 0) {
-            place = -1; /* it is for the next one */
-        }
-    }
-    return place < 0 ? -1 : holds;
-}
-
-/* Which of these weights make the parts the whole: p->rule. 1, 0 or -1. */
-static int
-search_try(oomkit_proof *p, PyObject *rules)
-{
-    Py_ssize_t i;
-    int found = 0;
-
-    for (i = 0; found == 0 && i < PyList_GET_SIZE(rules); i++) {
-        Py_XSETREF(p->rule, Py_NewRef(PyList_GET_ITEM(rules, i)));
-        found = search_holds(p);
-    }
-    if (found == 0) {
-        Py_CLEAR(p->rule);
-    }
-    return found;
-}
-
-static int
-search_say(oomkit_proof *p)
-{
-    OWNED PyObject *done = PyObject_CallMethod(p->rule, "forget", NULL);
-    OWNED PyObject *what = done ? PyObject_GetAttrString(p->rule, "text") : NULL;
-    OWNED PyObject *text =
-        what == NULL
-            ? NULL
-            : PyUnicode_FromFormat("the loss of %U is treated as a %U: weighted so, "
-                                   "two parts of a batch give the result of the whole",
-                                   p->call->options->label, what);
-
-    return proof_log(p->call, "info", text);
-}
-
 /* --- the proof --- */
 
 /* The parts are not the whole, as `text` (stolen) says. 1 with weights that make them
@@ -306,9 +86,10 @@ search_say(oomkit_proof *p)
 static int
 proof_differs(oomkit_proof *p, PyObject *text)
 {
-    OWNED PyObject *rules = proof_is_weak(p) ? Py_NewRef(p->rules) : search_rules(p);
+    OWNED PyObject *rules =
+        oomkit_proof_is_weak(p) ? Py_NewRef(p->rules) : oomkit_search_rules(p);
     int found = rules == NULL                      ? -1
-                : oomkit_weights_are_free(p->call) ? search_try(p, rules)
+                : oomkit_weights_are_free(p->call) ? oomkit_search_try(p, rules)
                                                    : 0;
 
     if (found == 0) {
@@ -353,11 +134,11 @@ proof_joins(oomkit_proof *p, PyObject **text)
 static int
 proof_apart(oomkit_proof *p, PyObject **text)
 {
-    int tries, found = !p->own && search_needed(p);
+    int tries, found = !p->own && oomkit_search_needed(p);
 
     for (tries = 0; tries < APART && found > 0 && *text == NULL; tries++) {
-        found = search_ask(p, "told_apart");
-        if (found > 0 && proof_there(p, text) < 0) {
+        found = oomkit_search_ask(p, "told_apart");
+        if (found > 0 && oomkit_proof_there(p, text) < 0) {
             return -1;
         }
     }
@@ -463,7 +244,7 @@ proof_settle(oomkit_proof *p, PyObject *text)
             return -1;
         }
     }
-    return found == 0 || search_say(p) == 0 ? 1 : -1;
+    return found == 0 || oomkit_search_say(p) == 0 ? 1 : -1;
 }
 
 /* The rows that a proof begins with are those that it shows; more follow where they
@@ -474,6 +255,19 @@ proof_shows(oomkit_proof *p)
     if (p->shown.length == 0) {
         p->shown = (oomkit_slice){p->start, p->length};
     }
+}
+
+/* The parts are the whole, and weights are settled. 1 or -1. */
+static int
+proof_proven(oomkit_proof *p)
+{
+    PyObject *text = /* owned, then stolen */
+        PyObject_CallMethod(p->judge, "proven", "LLL", (long long)p->length,
+                            (long long)p->first, (long long)(p->length - p->first));
+    const int said = oomkit_proof_log(p->call, "info", text);
+
+    Py_XDECREF(text);
+    return said < 0 ? -1 : 1;
 }
 
 /* As proof_settle(). */
@@ -493,12 +287,7 @@ proof_full(oomkit_proof *p)
         (text == NULL && proof_apart(p, &text) < 0)) {
         return -1;
     }
-    if (text != NULL) {
-        return proof_settle(p, STEAL(text));
-    }
-    text = PyObject_CallMethod(p->judge, "proven", "LLL", (long long)p->length,
-                               (long long)p->first, (long long)(p->length - p->first));
-    return proof_log(p->call, "info", text) < 0 ? -1 : 1;
+    return text != NULL ? proof_settle(p, STEAL(text)) : proof_proven(p);
 }
 
 /* Weights are to be told apart, and no micro-batch can be cut: two of them. As
@@ -512,8 +301,8 @@ proof_pair(oomkit_proof *p)
     p->level = oomkit_proven_find(p->call)->level; /* which it does not raise */
     p->weakly = p->call->tries.ooms > 0;
     p->first = 0; /* nothing has passed */
-    found = search_ask(p, "told_apart");
-    if (found <= 0 || proof_there(p, &text) < 0 ||
+    found = oomkit_search_ask(p, "told_apart");
+    if (found <= 0 || oomkit_proof_there(p, &text) < 0 ||
         (text == NULL && proof_apart(p, &text) < 0)) {
         return found <= 0 ? found : -1;
     }
@@ -531,7 +320,7 @@ proof_weak(oomkit_proof *p)
     p->weakly = 1;
     oomkit_proof_rows_two(p);
     proof_shows(p);
-    compared = weak_compare(p, &text);
+    compared = oomkit_proof_weakly(p, &text);
     if (compared > 0 && text == NULL && !p->no_parts && proof_apart(p, &text) < 0) {
         return -1;
     }
@@ -570,7 +359,7 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
         } else if (*result >= 0 || p->call->tries.restart != 0 ||
                    !oomkit_exception_is_oom(p->call->st)) {
             tried = 1;
-        } else if (proof_forgive(p) < 0) {
+        } else if (oomkit_proof_forgive(p) < 0) {
             tried = -1;
         }
     }
@@ -686,7 +475,7 @@ proof_of_halves(oomkit_proof *p, PyObject *text)
     if (result < 0 && p->call->tries.restart == 0 &&
         oomkit_exception_is_oom(p->call->st)) {
         p->weakly = 1;
-        result = proof_forgive(p) < 0 ? -1 : proof_settle(p, Py_NewRef(text));
+        result = oomkit_proof_forgive(p) < 0 ? -1 : proof_settle(p, Py_NewRef(text));
     }
     p->anchored = anchored;
     Py_DECREF(text);
@@ -757,25 +546,56 @@ proof_halves(oomkit_proof *p, int result, int most)
     return result;
 }
 
-/* The step cannot work on any part of a micro-batch, but on two of them. */
+/* Two micro-batches, and each of them, with their graph in host memory. 1 or 0 as
+ * proof_settle(); 2 where they do not fit or work; -1. */
+static int
+proof_two(oomkit_proof *p)
+{
+    const oomkit_slice own = {p->start, p->length};
+    OWNED PyObject *text = NULL;
+    int result;
+
+    oomkit_proof_rows_two(p);
+    p->on_host = p->call->tries.ooms > 0;
+    result = oomkit_proof_whole(p) < 0 ? -1 : oomkit_proof_compare(p, p->first, &text);
+    p->on_host = 0;
+    if (result == 0) {
+        proof_shows(p);
+        return text == NULL ? proof_proven(p) : proof_settle(p, STEAL(text));
+    }
+    if (oomkit_proof_own_error(p->call)) {
+        oomkit_error_dismiss();
+    } else if (p->call->tries.restart != 0 || !oomkit_exception_is_oom(p->call->st) ||
+               oomkit_proof_forgive(p) < 0) {
+        return -1;
+    }
+    p->start = own.start;
+    p->length = own.length;
+    return 2;
+}
+
+/* The step cannot work on any part of a micro-batch, as the exception in flight says,
+ * but on two of them. Where those cannot be compared, that is what is wrong. */
 static int
 proof_no_parts(oomkit_proof *p)
 {
-    oomkit_error_dismiss(); /* what a part raised says nothing about micro-batches */
-    return proof_weak(p);
-}
+    oomkit_call *call = p->call;
+    PyObject *exception = oomkit_exception_take(); /* owned, or given back */
+    const int raised = call->refused.raised, parked = call->tries.parked;
+    int result = proof_two(p);
 
-/* A leaf of the batch has moved: it cannot be run again. 1, 0 or -1. */
-static int
-proof_batch_moved(const oomkit_call *call)
-{
-    Py_ssize_t i;
-    int moved = 0;
-
-    for (i = 0; i < call->batch.count && moved == 0; i++) {
-        moved = oomkit_node_moved(call->st, &call->batch.nodes[i]);
+    if (result == 2) {
+        result = proof_weak(p);
+        if (result < 0 && p->raises && call->tries.restart == 0) {
+            oomkit_exception_discard(call->st, oomkit_exception_take());
+            call->refused.raised = raised;
+            call->tries.parked = parked;
+            oomkit_exception_give(exception);
+            return -1;
+        }
     }
-    return moved;
+    Py_DECREF(exception);
+    return result;
 }
 
 /* All runs of it. As proof_settle(). */
@@ -845,7 +665,7 @@ prove(oomkit_call *call)
     if (pair && wanted != OOMKIT_PROOF_WEIGHTS) {
         return 0;
     }
-    result = proof_batch_moved(call);
+    result = oomkit_batch_moved(call->st, &call->batch);
     if (result != 0) {
         return result < 0 ? -1 : 0;
     }

@@ -36,11 +36,11 @@ typedef struct oomkit_proof {
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers: which */
     oomkit_numbers numbers;   /* that the step draws */
-    int raw;                  /* gradients are wanted as each backward leaves them */
     int everything;           /* every module is in eval, not those of chance alone */
     int by_chance;            /* numbers are drawn all the same: compared coarsely */
     int moved;                /* ... in the last run without a graph */
     int unfit;                /* which has run out of memory */
+    int raises;               /* ... or raised another error */
     int trained;              /* a backward was seen */
     int unjoined;             /* results of parts of one row could not be joined */
     uint64_t sequence;        /* of the events of the whole run */
@@ -72,7 +72,49 @@ extern const oomkit_rule oomkit_proof_of_split_rule;
 int
 oomkit_prove(oomkit_call *call);
 
+/* A line of the log. Steals nothing; `text` may be NULL with an exception. 0 or -1. */
+int
+oomkit_proof_log(oomkit_call *call, const char *level, PyObject *text);
+
 extern PyMethodDef oomkit_proof_methods[];
+
+/* --- weights_search.c --- */
+
+/* Is it left to oomkit what the loss is a mean over? */
+int
+oomkit_search_needed(const oomkit_proof *p);
+
+/* Asks judge.method(leaves, rule, ..., slices) for a place. 1, 0 or -1. */
+int
+oomkit_search_ask(oomkit_proof *p, const char *method);
+
+/* The rules that make this cut's parts the whole, also where they must not be used. New
+ * list or NULL. */
+PyObject *
+oomkit_search_rules(oomkit_proof *p);
+
+/* Which of these weights make the parts the whole: p->rule. 1, 0 or -1. */
+int
+oomkit_search_try(oomkit_proof *p, PyObject *rules);
+
+/* A line that says which. 0 or -1. */
+int
+oomkit_search_say(oomkit_proof *p);
+
+/* Are these rows compared without a graph? */
+int
+oomkit_proof_is_weak(const oomkit_proof *p);
+
+/* These rows and their parts without a graph. What that shows, or that nothing could
+ * be shown, is logged. *text (owned) as in oomkit_proof_compare(), with weights that
+ * would make them equal in p->rules. 1, 0 where nothing could be compared, -1. */
+int
+oomkit_proof_weakly(oomkit_proof *p, PyObject **text);
+
+/* Whole and parts at a place that tells weights apart. Two micro-batches need not fit:
+ * then without a graph. *text (owned) as in oomkit_proof_compare(). 0 or -1. */
+int
+oomkit_proof_there(oomkit_proof *p, PyObject **text);
 
 /* --- observe.c: what a run of a proof sees. 0 or -1 --- */
 /* Does the step train, and its caller run no backward of what it returns? */
@@ -173,6 +215,10 @@ oomkit_proof_hidden(oomkit_proof *p, int by_chance, PyObject **text);
  * returned. Else -1, with that error. */
 int
 oomkit_proof_raises(oomkit_proof *p, PyObject **text);
+/* The exception in flight is out of memory, in rows that need not fit: it goes, and
+ * what it held. 0 or -1. */
+int
+oomkit_proof_forgive(oomkit_proof *p);
 /* Was that the step's own error, which another size may not raise? */
 int
 oomkit_proof_own_error(const oomkit_call *call);

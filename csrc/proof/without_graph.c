@@ -92,7 +92,6 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
         result = oomkit_attempt_marks(call);
     }
     call->is_last = 0;
-    Py_CLEAR(call->backward.cleared);
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
         result = oomkit_proof_draws_enter(p);
@@ -104,6 +103,7 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
     } else {
         result = -1;
     }
+    Py_CLEAR(call->backward.cleared); /* no micro-batch has ended */
     if (result == 0) {
         *moved = oomkit_proof_drew(p);
         result = *moved < 0 ? -1 : 0;
@@ -372,6 +372,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     call->backward.instead = NULL;
     Py_CLEAR(call->cut->verification);
     p->unfit = verdict == NULL && oomkit_exception_is_oom(call->st);
+    p->raises = verdict == NULL && !p->unfit;
     if (verdict == NULL && call->tries.restart == 0) {
         call->refused.raised = raised; /* the call itself is asked anew */
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL

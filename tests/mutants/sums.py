@@ -214,6 +214,25 @@ MUTANTS = [
         ("accum/test_weights_in_half_precision.py::test_weights_that_are_not_found_are_no_proof",),
     ),
     Mutant(
+        "clipped-gradients-projected",
+        "in half precision gradients are projected as backwards leave them",
+        "oomkit/_proof/judge.py",
+        "run.sweeps == whole.sweeps:",
+        "run.sweeps < 0:",
+        (
+            "accum/test_weights_in_half_precision.py"
+            "::test_gradients_are_projected_as_backwards_leave_them",
+        ),
+    ),
+    Mutant(
+        "unshown-splits",
+        "a split of which nothing can be compared, because of an error of the step, is refused",
+        "csrc/proof/without_graph.c",
+        "    p->raises = verdict == NULL && !p->unfit;",
+        "    p->raises = 0;",
+        ("proof/test_proof_weak.py::test_what_cannot_be_compared_at_all_is_refused",),
+    ),
+    Mutant(
         "hidden-numbers",
         "numbers that no part can be given, in eval mode too, are no proof",
         "oomkit/_proof/draws.py",
@@ -227,7 +246,7 @@ MUTANTS = [
     Mutant(
         "weight-not-confirmed",
         "weights that the proof finds are tried at a second place before they are used",
-        "csrc/proof/proof.c",
+        "csrc/proof/weights_search.c",
         "        holds = text == NULL;",
         "        holds = 1;",
         ("proof/test_proof_places.py::test_weights_that_hold_in_one_micro_batch_alone",),

@@ -26,10 +26,12 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("odd", [1.0, 0.4])
-def test_weights_that_hold_in_one_micro_batch_alone(odd: float) -> None:
+def test_weights_that_hold_in_one_micro_batch_alone(odd: float, graph: bool) -> None:
     """A mean over tokens, but for rows of the second micro-batch that may have weights of their
-    own: the first rows say a mean over the mask, the next ones do not."""
+    own: the first rows say a mean over the mask, the next ones do not. In a step that needs a
+    graph losses alone say nothing."""
     model, optimizer = make()
     lengths = torch.tensor([1, 5, 2, 8] * (ROWS // 4))[:, None]
     mask = (torch.arange(LENGTH)[None, :] < lengths).double()
@@ -42,7 +44,10 @@ def test_weights_that_hold_in_one_micro_batch_alone(odd: float) -> None:
         optimizer.zero_grad()
         losses = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none")
         weights = mask * share
-        ((losses * weights).sum() / weights.sum()).backward()
+        loss = (losses * weights).sum() / weights.sum()
+        if graph:
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
         optimizer.step()
 
     torch.manual_seed(1)

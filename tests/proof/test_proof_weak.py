@@ -138,3 +138,87 @@ def test_two_rows_that_do_fit_are_compared_with_their_gradients() -> None:
     x = _batch()[0][:2]
     with inject_oom(nth=2), pytest.raises(oomkit.SplitError, match="differs by"):
         step(x)
+
+
+def _penalty(model: nn.Module, x: torch.Tensor, coupled: bool) -> torch.Tensor:
+    """It needs a graph: without one it raises an error."""
+    x = x.detach().requires_grad_()
+    out = model(x)
+    out = out - out.mean(0) if coupled else out
+    (slope,) = torch.autograd.grad(out.square().mean(), x, create_graph=True)
+    return out.square().mean() + (len(x) * slope).square().mean()
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_works_on_micro_batches_alone_is_compared_with_gradients(
+    rows: int, coupled: bool
+) -> None:
+    """Not on any part of one, nor without a graph: two of them need a graph in host memory."""
+    model = nn.Linear(WIDTH, CLASSES).double()
+
+    def step(x: torch.Tensor) -> None:
+        if len(x) % rows:
+            raise ValueError(f"{len(x)} rows")
+        _penalty(model, x, coupled).backward()
+
+    x = _batch()[0]
+    step(x)
+    want = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with inject_oom(nth=2, phase="backward"):
+        if coupled:
+            with pytest.raises(oomkit.SplitError, match="the gradient of weight of Linear"):
+                oomkit.auto_batch(step)(x)
+            return
+        oomkit.auto_batch(step)(x)
+    for one, two in zip(want, model.parameters(), strict=True):
+        torch.testing.assert_close(one, two.grad)
+
+
+def test_what_cannot_be_compared_at_all_is_refused() -> None:
+    """Neither with a graph, of which one row alone fits, nor without."""
+    model = nn.Linear(WIDTH, CLASSES).double()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        if len(x) > 1 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        _penalty(model, x, False).backward()
+
+    with pytest.raises(oomkit.SplitError, match="raises an error under torch.no_grad"):
+        step(_batch()[0])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_no_part_works_on_is_the_error() -> None:
+    """It says more than that nothing could be compared."""
+    model = nn.Linear(WIDTH, CLASSES).double()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+    with inject_oom(nth=2, phase="backward"), pytest.raises(AttributeError) as raised:
+        step(_batch()[0])
+    assert any(".grad is None there" in note for note in raised.value.__notes__)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_run_without_a_graph_leaves_nothing_of_it_behind() -> None:
+    """Its last line is no zero_grad() between two backwards of what comes next."""
+    model = nn.Linear(WIDTH, CLASSES).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        model(x + 1).abs().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with inject_oom(nth=2, phase="backward"):
+        step(_batch()[0])
+    assert step.records[-1].accumulation_steps == 2
