@@ -189,7 +189,7 @@ static int
 weights_found(oomkit_call *call, PyObject *rule)
 {
     OWNED PyObject *number = PyObject_GetAttrString(rule, "leaf");
-    OWNED PyObject *cut = NULL, *answer = NULL;
+    OWNED PyObject *cut = NULL, *answer = NULL, *tensor = NULL;
     Py_ssize_t leaf = number == NULL ? -1 : PyLong_AsSsize_t(number);
     double total = 0.0;
     int64_t i;
@@ -201,12 +201,17 @@ weights_found(oomkit_call *call, PyObject *rule)
     if (cut == NULL) {
         return -1;
     }
+    tensor =
+        Py_NewRef(leaf >= 0 && leaf < call->batch.count ? call->batch.nodes[leaf].object
+                                                        : Py_None);
     EXEMPT (call->st) {
-        answer = PyObject_CallMethod(rule, "counts", "OO",
-                                     leaf >= 0 && leaf < call->batch.count
-                                         ? call->batch.nodes[leaf].object
-                                         : Py_None,
-                                     cut);
+        if (tensor != Py_None && call->batch.places != NULL) {
+            Py_SETREF(tensor,
+                      PyObject_CallMethod(call->batch.places, "leaf", "O", tensor));
+        }
+        answer = tensor == NULL
+                     ? NULL
+                     : PyObject_CallMethod(rule, "counts", "OO", tensor, cut);
     }
     if (answer == NULL) {
         return -1;

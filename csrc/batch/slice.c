@@ -1,5 +1,6 @@
 /* The arguments of one micro-batch: containers made anew, their leaves sliced. */
 #include "batch.h"
+#include "../device/device.h"
 #include "../py/tensor.h"
 
 typedef struct build {
@@ -13,6 +14,7 @@ typedef struct build {
                              that split= gets */
     PyObject **made;      /* owned array of values borrowed from what is being built: by
                              node, for those that are the same again; or NULL */
+    struct build *other;  /* of the slice that rows come from, or NULL */
 } build;
 
 static PyObject *
@@ -60,6 +62,27 @@ build_leaf(const build *b, const oomkit_node *node, int split)
                                        : Py_NewRef(node->object);
 }
 
+static PyObject *
+build_node(void *context, Py_ssize_t at, Py_ssize_t number);
+
+/* With some rows of the other slice. Steals `made`, may be NULL. New reference or NULL.
+ */
+static PyObject *
+build_mixed(build *b, Py_ssize_t at, PyObject *made)
+{
+    OWNED PyObject *other = NULL;
+
+    b->other->sliced = 1;
+    other = made == NULL ? NULL : build_node(b->other, at, 0);
+    EXEMPT (b->st) {
+        Py_XSETREF(made, other == NULL
+                             ? NULL
+                             : PyObject_CallFunction(b->batch->places, "OOL", made,
+                                                     other, (long long)b->dim));
+    }
+    return made;
+}
+
 /* The maker of the tree. What is the same object at two places is one object again. New
  * reference or NULL. */
 static PyObject *
@@ -86,6 +109,9 @@ build_node(void *context, Py_ssize_t at, Py_ssize_t Py_UNUSED(number))
     }
     if (made != NULL && split == OOMKIT_SPLIT_CUSTOM) {
         Py_SETREF(made, oomkit_splitter_cut(b->st, made, b->start, b->length));
+    }
+    if (split != OOMKIT_SPLIT_WHOLE && b->other != NULL) {
+        made = build_mixed(b, at, made);
     }
     if (sliced && b->made != NULL) {
         b->made[at] = made;
@@ -136,12 +162,40 @@ build_dim(build *b, Py_ssize_t argument)
     return b->numbers[0] == NULL ? -1 : 0;
 }
 
-int
-oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
-                   const oomkit_batch *batch, int64_t start, int64_t length,
-                   PyObject **vector)
+/* As oomkit_batch_build(), with some rows of `other`, unless that is NULL. */
+static int
+build_vector(build *b, build *other, PyObject **vector)
 {
-    build b = {
+    const oomkit_batch *batch = b->batch;
+    Py_ssize_t argument, at = 0;
+
+    b->other = other;
+    for (argument = 0; argument < batch->total; argument++) {
+        vector[argument] = build_dim(b, argument) < 0 ||
+                                   (other != NULL && build_dim(other, argument) < 0)
+                               ? NULL
+                               : build_argument(b, argument, at);
+        if (vector[argument] == NULL) {
+            break;
+        }
+        at = oomkit_node_end(batch, at);
+    }
+    if (argument == batch->total) {
+        return 0;
+    }
+    while (argument > 0) {
+        argument--;
+        Py_CLEAR(vector[argument]);
+    }
+    return -1;
+}
+
+/* 0 or -1; to be released all the same. */
+static int
+build_begin(build *b, oomkit_state *st, const oomkit_options *options,
+            const oomkit_batch *batch, int64_t start, int64_t length)
+{
+    *b = (build){
         .st = st,
         .options = options,
         .batch = batch,
@@ -151,34 +205,39 @@ oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
         .whole = start == 0 && length == batch->rows && !batch->views,
         .made = batch->aliases ? PyMem_Calloc((size_t)batch->count, sizeof(PyObject *))
                                : NULL};
-    Py_ssize_t argument = 0, at = 0;
-    int result = -1;
-
-    if (b.numbers[1] == NULL || b.numbers[2] == NULL) {
-        goto done;
-    }
-    if (batch->aliases && b.made == NULL) {
+    if (batch->aliases && b->made == NULL) {
         PyErr_NoMemory();
-        goto done;
     }
-    for (; argument < batch->total; argument++) {
-        vector[argument] =
-            build_dim(&b, argument) < 0 ? NULL : build_argument(&b, argument, at);
-        if (vector[argument] == NULL) {
-            goto done;
-        }
-        at = oomkit_node_end(batch, at);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static void
+build_release(build *b)
+{
+    PyMem_Free(b->made);
+    Py_XDECREF(b->numbers[0]);
+    Py_XDECREF(b->numbers[1]);
+    Py_XDECREF(b->numbers[2]);
+}
+
+int
+oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
+                   const oomkit_batch *batch, int64_t start, int64_t length,
+                   PyObject **vector)
+{
+    build b, other = {0};
+    int result = build_begin(&b, st, options, batch, start, length);
+
+    if (result == 0 && batch->places != NULL) {
+        result = build_begin(&other, st, options, batch, batch->both - start, length);
+        PyMem_Free(other.made); /* what is the same again is mixed already */
+        other.made = NULL;
     }
-    result = 0;
-done:
-    while (result < 0 && argument > 0) {
-        argument--;
-        Py_CLEAR(vector[argument]);
+    if (result == 0) {
+        result = build_vector(&b, batch->places != NULL ? &other : NULL, vector);
     }
-    PyMem_Free(b.made);
-    Py_XDECREF(b.numbers[0]);
-    Py_XDECREF(b.numbers[1]);
-    Py_XDECREF(b.numbers[2]);
+    build_release(&b);
+    build_release(&other);
     return result;
 }
 

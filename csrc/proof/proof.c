@@ -598,6 +598,55 @@ proof_no_parts(oomkit_proof *p)
     return result;
 }
 
+/* With numbers that Python or numpy draws the same step may choose rows another time:
+ * other ones are tried. *text (owned) as in oomkit_proof_compare(). 0 or -1. */
+static int
+training_draws(oomkit_proof *p, PyObject **text)
+{
+    OWNED PyObject *drawn = PyObject_GetAttrString(p->draws, "drawn_beside");
+    int turn, result = drawn == NULL ? -1 : 0;
+
+    for (turn = 1;
+         drawn == Py_True && result == 0 && *text == NULL && turn < OOMKIT_TURNS;
+         turn++) {
+        p->draw = turn; /* parts are given what the whole draws */
+        result = oomkit_proof_whole(p);
+        p->draw = 0;
+        result = result < 0 ? -1 : oomkit_proof_compare(p, p->first, text);
+    }
+    return result;
+}
+
+/* What this call's numbers do not show, or eval mode does not, where numbers that no
+ * part can be given were left out. As proof_settle(), which has said `result`. */
+static int
+proof_training(oomkit_proof *p, int result)
+{
+    OWNED PyObject *text = NULL;
+    int status = 0;
+
+    if (result <= 0 || p->own || p->level == OOMKIT_PROVEN_WEAKLY) {
+        return result;
+    }
+    if (p->numbers == OOMKIT_NUMBERS_SAME && oomkit_proof_rows_fit(p)) {
+        status = training_draws(p, &text);
+    }
+    if (status == 0 && p->numbers == OOMKIT_NUMBERS_QUIET && text == NULL) {
+        status = oomkit_proof_places(p, p->fits, &text);
+    }
+    if (status >= 0) {
+        return text == NULL ? result : proof_unsettled(p, STEAL(text));
+    }
+    if (oomkit_proof_own_error(p->call)) {
+        oomkit_error_dismiss(); /* it does not work on these rows, which are no more */
+        return result;
+    }
+    return p->call->tries.restart == 0 && oomkit_exception_is_oom(p->call->st) &&
+                   oomkit_proof_forgive(p) == 0
+               ? result
+               : -1;
+}
+
 /* All runs of it. As proof_settle(). */
 static int
 prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
@@ -610,6 +659,7 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
     if (result < 0 && p->no_parts) {
         result = proof_no_parts(p);
     }
+    result = proof_training(p, result);
     if (!pair && (wanted != OOMKIT_PROOF_LOSSES ||
                   p->call->options->verify != OOMKIT_VERIFY_WARN)) {
         result = proof_halves(p, result,

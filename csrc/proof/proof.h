@@ -20,6 +20,9 @@ typedef enum oomkit_numbers {
     OOMKIT_NUMBERS_CHANCE /* ... or not, for they are drawn there, too */
 } oomkit_numbers;
 
+/* Sets of random numbers that are tried, the call's among them. */
+#define OOMKIT_TURNS 3
+
 /* A proof in progress; on the C stack of oomkit_prove(). */
 typedef struct oomkit_proof {
     oomkit_call *call;
@@ -35,6 +38,7 @@ typedef struct oomkit_proof {
     int own;                  /* these rows were cut as the call's own, no other way */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers: which */
+    PyObject *places;         /* owned: _proof.Places while rows change them, or NULL */
     oomkit_numbers numbers;   /* that the step draws */
     int everything;           /* every module is in eval, not those of chance alone */
     int by_chance;            /* numbers are drawn all the same: compared coarsely */
@@ -240,6 +244,14 @@ oomkit_proof_judge_level(oomkit_proof *p);
  * refused as if it had not been tried. -1. */
 int
 oomkit_proof_ambiguous(oomkit_call *call);
+
+/* --- exchanged_rows.c --- */
+
+/* Where eval mode alone was compared exactly: rows of two micro-batches of up to
+ * `length` rows change places in training mode. *text (owned) is what differs then,
+ * NULL for nothing. 1; 0 where that cannot be compared; -1. */
+int
+oomkit_proof_places(oomkit_proof *p, int64_t length, PyObject **text);
 
 /* --- without_graph.c --- */
 

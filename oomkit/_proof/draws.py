@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import _C
 from .values import host
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "is_stream", "set_state", "state_of"]
 
 # Operators that make nothing but random numbers, by what they are made of besides sizes: a name
 # that ends in _ overwrites its first argument, one that ends in _like takes no more than its
@@ -137,6 +137,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stream = torch.get_rng_state()
         self._others: list[Any] = []  # Python's, numpy's, and generators of theirs
         self._entered = False
+        self._at: list[bytes] = []  # where streams are when a run begins
         self._before: list[bytes] = []  # the whole, these streams
         self._after: list[bytes] = []
         self._astray: set[int] = set()  # those that do not end there when they begin again ...
@@ -180,7 +181,8 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for i, (before, now, after) in enumerate(
             zip(self._before, streams, self._after, strict=True)
         ):
-            if now not in (before, after) and (last or not self._goes_on(i)):
+            stays = self._at[i] if before == after else before  # what is not drawn from is left
+            if now not in (stays, after) and (last or not self._goes_on(i)):
                 self._lose(i)
 
     def _lose(self, stream: int) -> None:
@@ -208,10 +210,11 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if self._records:
             numpy = sys.modules.get("numpy")
-            self._others = [each for each in others if _is_stream(each)]
+            self._others = [each for each in others if is_stream(each)]
             self._others += [random, *([numpy.random] if numpy else [])]
             self._before = self._streams()
         else:
+            self._at = self._streams()
             self._begin_slice()
         if self._eager:
             self._stance = torch.compiler.set_stance("force_eager")
@@ -225,15 +228,20 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._eager:
             self._stance.__exit__(None, None, None)
         if not self._records:
-            for i, state in enumerate(self._before):
+            for i, state in enumerate(self._at):
                 self._set_stream(i, state)
 
     def _streams(self) -> list[bytes]:
-        return [pickle.dumps(_state_of(each)) for each in self._others]
+        return [pickle.dumps(state_of(each)) for each in self._others]
 
     def _set_stream(self, i: int, state: bytes) -> None:
         if self._after[i] != self._before[i]:
-            _set_state(self._others[i], pickle.loads(state))
+            set_state(self._others[i], pickle.loads(state))
+
+    @property
+    def drawn_beside(self) -> bool:
+        """Whether the whole has drawn from streams of Python and numpy."""
+        return self._before != self._after
 
     def drew(self) -> bool:
         """Whether torch's CPU generator has been drawn from since, by what comes next of it."""
@@ -400,18 +408,18 @@ def _dropout_at(func: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-def _is_stream(stream: Any) -> bool:
+def is_stream(stream: Any) -> bool:
     kinds = type(stream).__mro__
     return random.Random in kinds or any(k.__module__.startswith("numpy.random") for k in kinds)
 
 
-def _state_of(stream: Any) -> Any:
+def state_of(stream: Any) -> Any:
     if hasattr(stream, "getstate"):
         return stream.getstate()
     return stream.get_state() if hasattr(stream, "get_state") else stream.bit_generator.state
 
 
-def _set_state(stream: Any, state: Any) -> None:
+def set_state(stream: Any, state: Any) -> None:
     if hasattr(stream, "setstate"):
         stream.setstate(state)
     elif hasattr(stream, "set_state"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from .diagnose import Verification, advice, tolerance
 from .draws import Draws
 from .flows import Flows, hooks
 from .numbers import Numbers
+from .places import Places
 from .quiet import Quiet
 from .residual import Products, left
 from .runs import Run, Update
-from .slope import COARSE, Terms, slope
+from .slope import COARSE, of_parts, slope
 from .weights import (
     TOLD,
     Cut,
@@ -106,6 +107,7 @@ class Proof:
         self.draws = Draws()
         self._runs: dict[str, Run] = {}
         self._now = ""
+        self._base = "whole"  # the run that others are compared with
         self._cut: Cut = []
         self._host = torch.autograd.graph.save_on_cpu()
         self._limit = self._loss_limit = 0.0
@@ -131,6 +133,7 @@ class Proof:
 
     # What the engine asks of graphs, in a proof and later.
     flows = Flows
+    places = Places
     hooks = staticmethod(hooks)
 
     # --- what the engine calls around the runs ---
@@ -154,7 +157,8 @@ class Proof:
         return self._quiet.saved
 
     def start(self, run: str, cut: Cut, marks: list[int] | None = None) -> None:
-        """The next run: "whole", "whole again", "parts", "raw", "one", "two".
+        """The next run: "whole", "whole again", "parts", "raw", "one", "two"; of two micro-batches,
+        "whole of both", and "parts of both" where some of their rows have changed places.
 
         Args:
             cut: start and length of its slices.
@@ -164,11 +168,12 @@ class Proof:
         if run == "whole":
             self._runs.clear()
             self._by_chance = []
+        self._base = "whole of both" if run.endswith("of both") else "whole"
         self._now = run
         self._runs[run] = Run()
         self._worst = (0.0, "")  # of a run that an error ended
         self._marks = [values.mark(p) for p in self._params] if marks is None else marks
-        if run == "parts":
+        if run.startswith("parts"):
             self._unwritten = {i: values.host(self._params[i]) for i in self._written}
         self._raw = run in ("raw", "one", "two")
         self._cut = cut
@@ -197,7 +202,7 @@ class Proof:
     def root(self, roots: Any) -> None:
         """An outermost backward begins."""
         run = self._runs[self._now]
-        if self._now == "whole" and not any(run.losses):
+        if self._now == self._base and not any(run.losses):
             self._drop_cleared()
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
         value = math.nan
@@ -287,7 +292,7 @@ class Proof:
         made = Update(id(target), f"{type(target).__name__}.{name}()", arguments, gradients)
         run = self._runs[self._now]
         run.updates.append(made)
-        whole = self._now == "whole"
+        whole = self._now == self._base
         if whole:
             made.gradients = {key: values.host(value) for key, value in gradients.items()}
         run.seen = {
@@ -329,16 +334,16 @@ class Proof:
         run = self._runs[self._now]
         made = {i: g for i, g in enumerate(gradients) if g is not None}
         updated = {i: self._of_update(run, i, g) for i, g in made.items()}
-        if self._now in ("whole", "whole by chance"):
+        if self._now in (self._base, "whole by chance"):
             copies = {i: seen[2] for i, seen in updated.items() if seen is not None}
             run.gradients = {
                 i: values.host(g) if copies.get(i) is None else copies[i] for i, g in made.items()
             }
             run.last = {i for i in copies if copies[i] is not None}
-            if self._now == "whole":
+            if self._now == self._base:
                 self._written = {i: values.host(self._params[i]) for i in self._may_be_written(run)}
         elif self._now.startswith("parts"):
-            whole = self._runs["whole"]
+            whole = self._runs[self._base]
             # What was compared at the last update, and is the same since.
             same = {i for i in whole.last if updated.get(i) is not None and i not in self._entry}
             self._compare_gradients(
@@ -468,7 +473,7 @@ class Proof:
         return f" (all gradients are {mean:.3g} times as large)"
 
     def _compare_update(self, index: int, made: Update) -> None:
-        whole = self._runs["whole"].updates
+        whole = self._runs[self._base].updates
         if index >= len(whole) or (whole[index].target, whole[index].name) != (
             made.target,
             made.name,
@@ -649,6 +654,16 @@ class Proof:
         self._worst = (0.0, "")
         return text if size else None
 
+    def coupled(self) -> str | None:
+        """What differs where rows of two micro-batches change places, or None."""
+        made, want = (len(self._runs[f"{of} of both"].updates) for of in ("parts", "whole"))
+        if made != want:
+            self._fail(math.inf, f"the step makes {made} updates instead of {want}")
+        size, text = self._worst
+        self._worst = (0.0, "")
+        where = "where rows of two micro-batches change places in training mode"
+        return f"{text}, {where}" if size else None
+
     def hidden(self, by_chance: bool) -> str | None:
         """Asked where numbers that no part can be given are drawn in eval mode, too.
 
@@ -735,7 +750,7 @@ class Proof:
                 and inner.residual(*weights) <= max(self._limit, _SQUARED)
                 and left(whole, one, two, *weights) <= self._limit
                 and not (
-                    self._limit >= COARSE and slope(_terms(whole, one, two, weights), weights)[0]
+                    self._limit >= COARSE and slope(of_parts(whole, one, two, weights), weights)[0]
                 )
             ):
                 found.append(weigher)
@@ -865,18 +880,6 @@ class Proof:
             return True
         weighers = list(candidates(leaves, _C.modules_of(_alive(roots)), tried))
         return decisive(weighers, slices, used, tried, unit) is not None
-
-
-def _terms(
-    whole: dict[int, torch.Tensor],
-    one: dict[int, torch.Tensor],
-    two: dict[int, torch.Tensor],
-    weights: Sequence[float],
-) -> list[Terms]:
-    """See slope(): of gradients that have no weights yet."""
-    a, b = weights
-    both = [i for i in whole if i in one and i in two]
-    return [(whole[i], one[i] * a + two[i] * b, one[i] * a) for i in both]
 
 
 def _is_rounding(one: Any, two: Any) -> bool:

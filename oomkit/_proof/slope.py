@@ -16,7 +16,7 @@ import torch
 
 from . import values
 
-__all__ = ["COARSE", "Terms", "slope"]
+__all__ = ["COARSE", "of_parts", "slope"]
 
 COARSE = 5e-3  # limits of gradients from which on this is asked: half precision, TF32
 _LIMIT = 3e-3  # how much more or less a part may weigh
@@ -50,6 +50,18 @@ def slope(terms: Iterable[Terms], weights: Sequence[float]) -> tuple[float, str]
     if abs(product) <= _SURE * math.sqrt(squares) or abs(more) <= _LIMIT:
         return 0.0, ""
     return abs(more), f"the first part weighs {first + more:.4g} of the whole, not {first:.4g}"
+
+
+def of_parts(
+    whole: dict[int, torch.Tensor],
+    one: dict[int, torch.Tensor],
+    two: dict[int, torch.Tensor],
+    weights: Sequence[float],
+) -> list[Terms]:
+    """The terms of `slope` for gradients that have no weights yet, by parameter."""
+    a, b = weights
+    both = [i for i in whole if i in one and i in two]
+    return [(whole[i], one[i] * a + two[i] * b, one[i] * a) for i in both]
 
 
 class _Sums:

@@ -233,6 +233,22 @@ MUTANTS = [
         ("proof/test_proof_weak.py::test_what_cannot_be_compared_at_all_is_refused",),
     ),
     Mutant(
+        "rows-keep-their-places",
+        "what couples rows in training mode alone, beside numbers that no part has, is refused",
+        "csrc/proof/exchanged_rows.c",
+        "        batch->places = p->places;",
+        "        batch->places = NULL;",
+        ("proof/test_proof_training.py::test_rows_that_are_coupled_in_training_mode_alone",),
+    ),
+    Mutant(
+        "numbers-of-one-call",
+        "where Python or numpy draw, other numbers than those of the call are compared, too",
+        "csrc/proof/proof.c",
+        "        p->draw = turn; ",
+        "        p->draw = 0; ",
+        ("proof/test_proof_training.py::test_numbers_that_choose_rows_in_another_call_alone",),
+    ),
+    Mutant(
         "hidden-numbers",
         "numbers that no part can be given, in eval mode too, are no proof",
         "oomkit/_proof/draws.py",
