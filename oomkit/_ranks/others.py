@@ -8,6 +8,7 @@ answer. For that who misses a rank asks all, in the store, and who waits for any
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from typing import Any
 
@@ -55,6 +56,8 @@ class Others:
         """Ranks by machine; the first of each leads it."""
         self.here = nodes[told[rank]["node"]]
         """Ranks of this machine."""
+        self._names: dict[int, int] = {}
+        """Of numbers that this rank has kept."""
 
     def process(self, rank: int) -> str:
         return f"rank {rank} (process {self.told[rank]['process'][0]})"
@@ -111,6 +114,30 @@ class Others:
             return (-1, -1), 0
         vote, made, step = map(int, self._store.get(key).split())
         return (vote, made), step
+
+    # ---- numbers that are too long for a step
+
+    def keep(self, number: int, bits: int) -> int:
+        """A name of so many bits, by which all ranks find that number from now on. Who has the
+        same number gets the same name."""
+        if number not in self._names:
+            text = f"{number:x}"
+            name = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+            while True:
+                name %= 1 << bits
+                # The first that comes has it, and what another one has there stays for ever.
+                if self._store.compare_set(self._number(name), "", text) == text.encode():
+                    break
+                name += 1
+            self._names[number] = name
+        return self._names[number]
+
+    def kept(self, name: int) -> int:
+        """What some rank has kept under that name."""
+        return int(self._store.get(self._number(name)), 16)
+
+    def _number(self, name: int) -> str:
+        return f"{self._key}/numbers/{name:x}"
 
     # ---- who is missing
 

@@ -37,8 +37,11 @@ from .world import World
 
 _FORWARD, _BACKWARD, _PART, _SCATTER, _REPLICAS = range(5)  # kinds of a step
 _EARLIER = 2  # what _C._where() says in a micro-batch that others follow
-_ALL = (1 << 38) - 1
-"""Parameters of a group that have gradients: all that are trained."""
+_ALL = -1
+"""The mask of a group whose trained parameters all have gradients, however many there are."""
+_BITS = 37
+"""Of a mask, that a step tells itself: see `Sharded._told()`."""
+_ALL_TOLD, _KEPT = 2 << _BITS, 1 << _BITS
 _MODULES = ("state", "param_group", "param")
 _NAMES = {
     "FSDPState": "_fsdp_param_groups _is_root _lazy_init _state_ctx",
@@ -423,10 +426,10 @@ class Sharded(Call):
 
     def makes(self, kind: int, index: int, mask: int) -> None:
         """This rank is about to make a collective of its models."""
-        step = mask << 24 | index << 3 | kind
         self.settle_first()
         if self.committed:
             return
+        step = self._told(mask) << 24 | index << 3 | kind
         # Replicas follow what was added up: nobody stops between the two.
         follows = self._follows or kind == _REPLICAS
         told = self.world.tell(step, NEVER if follows else AGAIN)
@@ -440,6 +443,18 @@ class Sharded(Call):
                 else "it is too many collectives ahead of another rank"
             )
 
+    def _told(self, mask: int) -> int:
+        """What a step tells of a mask. One of too many bits is kept where all ranks find it, so
+        that a collective is told of in one step, and nobody stops within it."""
+        if mask == _ALL:
+            return _ALL_TOLD
+        return mask if mask < _KEPT else _KEPT | self.world.others.keep(mask, _BITS)
+
+    def _mask_of(self, told: int) -> int:
+        if told == _ALL_TOLD:
+            return _ALL
+        return told if told < _KEPT else self.world.others.kept(told - _KEPT)
+
     def cast(self, word: int, matter: int) -> int:
         followed: list[int] = []
         try:
@@ -450,7 +465,7 @@ class Sharded(Call):
                     model.reset_iter_state()
 
     def _follow(self, step: int, followed: list[int]) -> None:
-        kind, index, mask = step & 7, step >> 3 & 0x1FFFFF, step >> 24
+        kind, index = step & 7, step >> 3 & 0x1FFFFF
         followed.append(step)
         made = self._made
         self._follows = True
@@ -458,7 +473,7 @@ class Sharded(Call):
             if kind == _SCATTER:
                 if isinstance(self._aside, list) and not self._aside:
                     self._put_aside()
-                self._groups[index].scatter(mask)
+                self._groups[index].scatter(self._mask_of(step >> 24))
             elif kind == _REPLICAS:
                 raise self.cannot("it failed between two parts of a reduction of gradients")
             else:

@@ -33,7 +33,7 @@ from .. import _C
 from .others import Others, error
 from .ways import AGAIN, FATAL, FINE, Follow, Gloo, Nodes, Shared, memory_bytes
 
-PROTOCOL = 5  # what ranks say to each other; grows when that changes
+PROTOCOL = 6  # what ranks say to each other; grows when that changes
 _SHARED = "/dev/shm"
 _generations = itertools.count()
 _COLLECTIVES = (

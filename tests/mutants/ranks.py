@@ -135,6 +135,14 @@ MUTANTS = [
         also=(("        for p in fresh:\n", "        for p in fresh[:0]:\n"),),
     ),
     Mutant(
+        "long-mask-cut-off",
+        "a mask of many parameters is told as it is",
+        "oomkit/_ranks/sharded.py",
+        "self.world.others.kept(told - _KEPT)",
+        "self.world.others.kept(told - _KEPT) & _KEPT - 1",
+        ("ranks/test_steps.py::test_a_group_may_have_any_number_of_parameters[most]",),
+    ),
+    Mutant(
         "stale-segment-opened",
         "memory that ranks share is of this start of this job",
         "csrc/ranks/vote.c",

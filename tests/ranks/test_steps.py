@@ -13,6 +13,7 @@ from helpers.sample import sampled
 import oomkit
 
 from .launch import ranks_of, results_of, results_once
+from .programs import shards
 
 REFUSED = {
     "sparse": "EmbeddingBag(sparse=True) has sparse gradients",
@@ -115,6 +116,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "after its flag": ("steps:fails_after_its_flag", {}),
     "first gather": ("steps:first_gather", {}),
     "accumulated": ("steps:accumulated", {}),
+    **{f"many, {used}": ("shards:many", {"used": used}) for used in shards.USED},
     "reported": ("steps:reported", {}),
     "evaluated": ("steps:evaluated", {}),
     "refused": ("steps:refused", {"how": list(REFUSED)}),
@@ -302,6 +304,14 @@ def test_gradients_of_an_attempt_that_failed_are_in_none_of_the_next() -> None:
 
 def test_a_rank_that_fails_in_its_first_gather_takes_part_in_the_others_reduction() -> None:
     assert _of("first gather") == [[True, True, 1, 0], [True, True, 2, 1]]
+
+
+@pytest.mark.parametrize("used", shards.USED)
+def test_a_group_may_have_any_number_of_parameters(used: str) -> None:
+    first, second = _of(f"many, {used}")
+    assert max(first[0], second[0]) < 1e-12
+    assert first[1] == second[1] == len(shards.USED[used])
+    assert first[2] == second[2] == 6
 
 
 def test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept() -> None:
