@@ -433,7 +433,7 @@ def _html_table(title: str, table: Table) -> str:
     return f"<table>{caption}<thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def _json(sites: Sequence[Site], found: list[Any] | None) -> str:
+def _json(sites: Sequence[Site], found: Mapping[int, Any] | None) -> str:
     entries = [
         {
             "label": site.label,
@@ -446,7 +446,7 @@ def _json(sites: Sequence[Site], found: list[Any] | None) -> str:
     if found is not None:
         told["ranks"] = [
             [{"label": label, "summary": total, "records": rows} for label, total, rows in each]
-            for each in found
+            for each in found.values()
         ]
     return json.dumps(told, indent=1)
 

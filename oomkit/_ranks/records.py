@@ -45,8 +45,9 @@ def own_rank() -> int | None:
     return rank
 
 
-def gathered(sites: Sequence[tuple[str, Row, Sequence[Row]]], group: Any) -> list[Any] | None:
-    """(label, summary, records) of every rank, on the first rank of the group; else None."""
+def gathered(sites: Sequence[tuple[str, Row, Sequence[Row]]], group: Any) -> dict[int, Any] | None:
+    """(label, summary, records) of every rank of the group, by its number in the default one, on
+    the first of them; else None."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -55,63 +56,65 @@ def gathered(sites: Sequence[tuple[str, Row, Sequence[Row]]], group: Any) -> lis
             f"{_C.see('distributed')}"
         )
     group = dist.group.WORLD if group is True else group
-    first = dist.get_process_group_ranks(group)[0]
+    members = dist.get_process_group_ranks(group)
     mine = [(label, dict(summary), [dict(row) for row in rows]) for label, summary, rows in sites]
-    found: list[Any] | None = (
-        [None] * dist.get_world_size(group) if dist.get_rank() == first else None
-    )
-    dist.gather_object(mine, found, dst=first, group=group)
-    return found
+    found: list[Any] | None = [None] * len(members) if dist.get_rank() == members[0] else None
+    dist.gather_object(mine, found, dst=members[0], group=group)
+    return None if found is None else dict(zip(members, found, strict=True))
 
 
-def _most(values: Sequence[Any]) -> tuple[Any, str]:
+def _most(values: Mapping[int, Any]) -> tuple[Any, str]:
     """The largest, and the ranks that have it."""
-    known = [v for v in values if v is not None]
+    known = [v for v in values.values() if v is not None]
     largest = max(known, default=None)
-    ranks = [str(rank) for rank, v in enumerate(values) if v is not None and v == largest]
+    ranks = [str(rank) for rank, v in values.items() if v is not None and v == largest]
     return largest, "-" if not known else "all" if len(ranks) == len(values) else ", ".join(ranks)
 
 
-def _spread(values: Sequence[Any]) -> str:
+def _spread(values: Mapping[int, Any]) -> str:
     """What ranks have, once where they agree."""
-    some = sorted({v for v in values if v is not None})
+    some = sorted({v for v in values.values() if v is not None})
     return "-" if not some else str(some[0]) if len(some) == 1 else f"{some[0]} to {some[-1]}"
 
 
-def _causes(counts: Sequence[int]) -> str:
-    return ", ".join(f"{rank}: {n}" for rank, n in enumerate(counts) if n) or "-"
+def _causes(counts: Mapping[int, int]) -> str:
+    return ", ".join(f"{rank}: {n}" for rank, n in counts.items() if n) or "-"
+
+
+def _by_rank(name: str, of: Mapping[int, Row]) -> dict[int, Any]:
+    return {rank: row.get(name) for rank, row in of.items()}
 
 
 def tables(
-    ranks: Sequence[Any], size: Any, seconds: Any
+    ranks: Mapping[int, Any], size: Any, seconds: Any
 ) -> list[tuple[str, list[tuple[str, ...]]]]:
     """(title, table), with `size` and `seconds` to format."""
     by_label: dict[str, dict[int, tuple[Row, Sequence[Row]]]] = {}
-    for rank, sites in enumerate(ranks):
+    for rank, sites in ranks.items():
         for label, summary, rows in sites:
             by_label.setdefault(label, {})[rank] = summary, rows
     overview: list[tuple[str, ...]] = [HEAD]
     events: list[tuple[float, tuple[str, ...]]] = []
     for label, of in by_label.items():
-        total = [of[rank][0] if rank in of else {} for rank in range(len(ranks))]
-        ooms = [int(t.get("ooms") or 0) for t in total]
-        peak, peak_of = _most([t.get("peak_allocated") for t in total])
-        time, time_of = _most([t.get("time_max") for t in total])
+        total = {rank: of[rank][0] if rank in of else {} for rank in ranks}
+        ooms = {rank: int(n or 0) for rank, n in _by_rank("ooms", total).items()}
+        peak, peak_of = _most(_by_rank("peak_allocated", total))
+        time, time_of = _most(_by_rank("time_max", total))
         overview.append(
             (
                 label,
-                _spread([t.get("steps") for t in total]),
-                str(sum(ooms)),
+                _spread(_by_rank("steps", total)),
+                str(sum(ooms.values())),
                 _causes(ooms),
-                _spread([t.get("retries") for t in total]),
+                _spread(_by_rank("retries", total)),
                 size(peak),
                 peak_of,
                 seconds(time),
                 time_of,
-                seconds(max((t.get("time_lost") or 0.0 for t in total), default=None)),
+                seconds(max((t.get("time_lost") or 0.0 for t in total.values()), default=None)),
             )
         )
-        events += _events(label, of, len(ranks), size, seconds)
+        events += _events(label, of, list(ranks), size, seconds)
     found: list[tuple[str, list[tuple[str, ...]]]] = [(f"{len(ranks)} ranks", overview)]
     if events:
         last = [cells for _, cells in sorted(events, key=lambda event: event[0])[-_EVENTS:]]
@@ -120,27 +123,31 @@ def tables(
 
 
 def _events(
-    label: str, of: Mapping[int, tuple[Row, Sequence[Row]]], count: int, size: Any, seconds: Any
+    label: str,
+    of: Mapping[int, tuple[Row, Sequence[Row]]],
+    ranks: Sequence[int],
+    size: Any,
+    seconds: Any,
 ) -> list[tuple[float, tuple[str, ...]]]:
     steps: dict[int, dict[int, Row]] = {}
-    for rank, (_, rows) in of.items():
-        for row in rows:
+    for rank, (_, records) in of.items():
+        for row in records:
             steps.setdefault(row["step"], {})[rank] = row
     found: list[tuple[float, tuple[str, ...]]] = []
     for step, rows_of in steps.items():
-        rows = [rows_of.get(rank, {}) for rank in range(count)]
-        if all((row.get("attempts") or 1) == 1 for row in rows):
+        rows = {rank: rows_of.get(rank, {}) for rank in ranks}
+        if all((row.get("attempts") or 1) == 1 for row in rows.values()):
             continue
-        peak, peak_of = _most([row.get("peak_allocated") for row in rows])
+        peak, peak_of = _most(_by_rank("peak_allocated", rows))
         cells = (
             label,
             str(step),
-            _causes([row.get("ooms") or 0 for row in rows]),
-            _spread([row.get("accumulation_steps") for row in rows]),
+            _causes({rank: row.get("ooms") or 0 for rank, row in rows.items()}),
+            _spread(_by_rank("accumulation_steps", rows)),
             size(peak),
             peak_of,
-            seconds(max((row.get("time") or 0.0 for row in rows), default=None)),
-            _spread([row.get("outcome") for row in rows]),
+            seconds(max((row.get("time") or 0.0 for row in rows.values()), default=None)),
+            _spread(_by_rank("outcome", rows)),
         )
-        found.append((max(row.get("started") or 0.0 for row in rows), cells))
+        found.append((max(row.get("started") or 0.0 for row in rows.values()), cells))
     return found

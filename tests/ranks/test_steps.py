@@ -117,7 +117,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "first gather": ("steps:first_gather", {}),
     "accumulated": ("steps:accumulated", {}),
     **{f"many, {used}": ("shards:many", {"used": used}) for used in shards.USED},
-    "reported": ("steps:reported", {}),
+    "reported": ("reports:reported", {}),
     "evaluated": ("steps:evaluated", {}),
     "refused": ("steps:refused", {"how": list(REFUSED)}),
     **{f"joined {name}": ("joins:joined", given) for name, given in JOINED.items()},
@@ -326,6 +326,14 @@ def test_the_first_rank_reports_on_all() -> None:
     assert (rank, ranks, other, none) == (0, 2, 1, 0)
     assert "2 ranks" in text and "1: 1" in text and "1 to 2" in text
     assert "2 ranks" not in own
+
+
+def test_ranks_of_a_group_are_named_as_in_the_whole_world() -> None:
+    none, (text, rank, ranks), _ = results_of("reports:reported", 3, group=[1, 2])
+    overview, events = text.split("steps that met an error, on any rank")
+    assert (none, rank, ranks) == ([], 1, 2)
+    assert "2: 1" in overview and "2: 1" in events
+    assert "1: 1" not in text
 
 
 def test_evaluation_needs_no_agreement_but_for_its_collectives() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import json
 import time
 import warnings
 from collections.abc import Iterator
@@ -843,24 +842,6 @@ def accumulated(rank: Rank) -> list[Any]:
         far = max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True))
         found.append([far, [record.accumulation_steps for record in step.records]])
     return found
-
-
-def reported(rank: Rank) -> list[Any]:
-    """One report of all ranks."""
-    model, optimizer, x, y = prepare(rank)
-
-    @oomkit.auto_batch(verify=False, label="train")
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    step(x, y)
-    with inject_oom(nth=2) if rank.rank == 1 else contextlib.nullcontext():
-        step(x, y)
-    told = oomkit.report(step, group=True)
-    every = json.loads(oomkit.report(step, "json", group=True))
-    return [told, every["sites"][0]["records"][0]["rank"], len(every.get("ranks", []))]
 
 
 def evaluated(rank: Rank) -> list[Any]:
