@@ -117,6 +117,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "first gather": ("steps:first_gather", {}),
     "accumulated": ("steps:accumulated", {}),
     **{f"many, {used}": ("shards:many", {"used": used}) for used in shards.USED},
+    "overflown": ("scaled:overflown", {}),
     "reported": ("reports:reported", {}),
     "evaluated": ("steps:evaluated", {}),
     "refused": ("steps:refused", {"how": list(REFUSED)}),
@@ -319,6 +320,15 @@ def test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_
     assert max(far for far, _ in first + second) < 1e-12
     assert [sizes for _, sizes in first] == [[1, 1]] * 3
     assert [sizes for _, sizes in second] == [[2, 2], [1, 2], [1, 2]]
+
+
+def test_an_overflow_of_one_rank_beside_an_error_of_another_leaves_the_update_out_on_all() -> None:
+    first, second = _of("overflown")
+    for found in first + second:
+        far, scale, expected, _ = found
+        assert far < 1e-12
+        assert scale == expected == 512.0
+    assert [one[3] + other[3] for one, other in zip(first, second, strict=True)] == [1] * 12
 
 
 def test_the_first_rank_reports_on_all() -> None:
