@@ -448,7 +448,16 @@ class Sharded(Call):
         that a collective is told of in one step, and nobody stops within it."""
         if mask == _ALL:
             return _ALL_TOLD
-        return mask if mask < _KEPT else _KEPT | self.world.others.keep(mask, _BITS)
+        if mask < _KEPT:
+            return mask
+        if self.world.is_nested:
+            # While the first rank of a machine fetches the mask of a step that another machine
+            # has told of, the others here may leave the vote in which they would follow it.
+            raise self.cannot(
+                f"some of more than {_BITS} parameters of a fully_shard() group have no gradient, "
+                "which is not supported over several machines with more than one rank each"
+            )
+        return _KEPT | self.world.others.keep(mask, _BITS)
 
     def _mask_of(self, told: int) -> int:
         if told == _ALL_TOLD:

@@ -258,6 +258,11 @@ class World:
     # ---- voting
 
     @property
+    def is_nested(self) -> bool:
+        """Whether there are several machines, and more than one rank on one of them."""
+        return isinstance(self._way, Nodes) and self.size > len(self.others.nodes)
+
+    @property
     def shared(self) -> bool:
         """Do all ranks share memory?"""
         return self._way.shared

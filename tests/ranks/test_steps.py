@@ -315,6 +315,12 @@ def test_a_group_may_have_any_number_of_parameters(used: str) -> None:
     assert first[2] == second[2] == 6
 
 
+def test_a_long_mask_is_refused_over_machines_of_several_ranks() -> None:
+    """A rank might leave the vote in which it would follow: no rank waits for it."""
+    for text in results_of("shards:refused", 3, nodes=[1, 2]):
+        assert "37 parameters" in text
+
+
 def test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept() -> None:
     first, second = _of("accumulated")
     assert max(far for far, _ in first + second) < 1e-12
