@@ -252,7 +252,8 @@ class Agreement(Call):
                     "it has to begin again after a communication hook had run, whose state cannot "
                     "be taken back: restore a checkpoint on all ranks"
                 )
-            self._drain()
+            for reducer in self._reducers:
+                self._drain(reducer)
             self.vote(AGAIN, matters.UPDATED if self.committed else matters.REDUCTION)
             self.again()
         for reducer in self._reducers:
@@ -290,8 +291,7 @@ class Agreement(Call):
 
     def _take_part(self, step: int) -> None:
         self.world.tell(step, NEVER)
-        with self._by_models():
-            self._reducers[step].drain(begun=True)
+        self._drain(self._reducers[step], begun=True)
 
     def is_models(self) -> bool:
         return self._models_own or torch._C._current_graph_task_id() != -1
@@ -344,10 +344,9 @@ class Agreement(Call):
                 break
             time.sleep(0.001)
 
-    def _drain(self) -> None:
-        with self._by_models():
-            for reducer in self._reducers:
-                reducer.drain()
+    def _drain(self, reducer: Reducer, begun: bool = False) -> None:
+        with self._by_models(), self.owing():
+            reducer.drain(begun)
 
     def _synchronises(self) -> bool:
         """Does the step reduce gradients, as far as is known?"""
@@ -363,7 +362,8 @@ class Agreement(Call):
         flying = any(reducer.flying for reducer in self._reducers)
         awaited = flying or self._done > 0 or self.weighs or (self._cautious and waits)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
-            self._drain()
+            for reducer in self._reducers:
+                self._drain(reducer)
         with contextlib.suppress(RuntimeError):
             for reducer in self._reducers:
                 reducer.abandon()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -178,6 +180,16 @@ class Call:
         return error(
             f"rank {self.world.rank} cannot continue: {why}{_C.see('rank-failed')}", self.world.rank
         )
+
+    @contextlib.contextmanager
+    def owing(self) -> Iterator[None]:
+        """A rank that has no memory for what it owes the others cannot go on: those that look at
+        words or vote are told; one that waits inside torch ends with this rank's process."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError) as failed:
+            why = "it has no memory for the zeros that it owes to the others' reduction"
+            raise self.cannot(f"{why}: {failed}") from failed
 
     def fails_with(self, follow: Follow) -> None:
         """This rank cannot go on; till the others come to a vote it takes part in what they do."""

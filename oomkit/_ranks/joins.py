@@ -188,7 +188,8 @@ class Left(Call):
 
     def _take_part(self, step: int) -> None:
         self.world.tell(step, NEVER)
-        self._reducer.drain(begun=True)
+        with self.owing():
+            self._reducer.drain(begun=True)
         self.reduced = True
 
     def serve(self) -> int:

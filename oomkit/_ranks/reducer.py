@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -219,11 +220,24 @@ class Reducer:
         found: list[Callable[[], Any]] = [
             functools.partial(self.real._run_comm_hook, bucket) for bucket in buckets
         ]
-        return [*found, self.nothing_used] if self.finds else found
+        return [*found, self.nothing_used()] if self.finds else found
 
-    def nothing_used(self) -> Any:
+    def nothing_used(self) -> Callable[[], Any]:
         used = torch.zeros_like(self.real._get_local_used_map())
-        return self.model.process_group.allreduce([used])
+        return functools.partial(self.model.process_group.allreduce, [used])
+
+    def _owed(self) -> list[Callable[[], Any]]:
+        """The same, with what memory there is: others wait for it, whatever the budget says. All
+        of it is allocated before the first collective, so that this can be tried again."""
+        try:
+            return self.parts()
+        except torch.OutOfMemoryError:
+            pass  # its traceback keeps tensors
+        gc.collect()
+        device = self.params[0].device.type
+        if device != "cpu":
+            torch.get_device_module(device).empty_cache()
+        return _C.exempt(self.parts)
 
     def drain(self, begun: bool = False) -> None:
         """Take part with zeros in what is left of a reduction that others wait for, or in one
@@ -234,7 +248,7 @@ class Reducer:
             return
         if begun:
             self.sent = self.count()
-        left = self.parts()[max(0, self.count() - self.sent) :]
+        left = self._owed()[max(0, self.count() - self.sent) :]
         for work in [part() for part in left]:
             work.wait()
         with contextlib.suppress(RuntimeError):  # gloo has none: the others' parts are done
@@ -243,7 +257,7 @@ class Reducer:
     def post(self) -> list[Any]:
         """Its part, with zeros, of the reduction that others are in or come to: what is to be
         kept while that runs."""
-        parts = self.parts()
+        parts = self._owed()
         return [[part() for part in parts], parts]
 
     def reset(self) -> None:
@@ -419,7 +433,7 @@ class StaticReducer(Reducer):
 
     def parts(self) -> list[Callable[[], Any]]:
         found = super().parts()
-        return [self.nothing_used, *found] if self.first else found
+        return [self.nothing_used(), *found] if self.first else found
 
     def ends(self) -> None:
         if self._reductions > 0:

@@ -463,3 +463,14 @@ def test_ranks_that_leave_need_to_share_memory() -> None:
 def test_ranks_that_cannot_leave_are_told_why(way: dict[str, Any], why: str) -> None:
     for found in results_of("steps:refused", 2, how=["joined"], **way):
         assert why in found[0]
+
+
+def test_zeros_that_a_failed_rank_owes_are_tried_for_again() -> None:
+    for found in results_of("owed:zeros", 2, times=1):
+        assert found == [["nothing"] * 3, True]
+
+
+def test_a_rank_without_memory_for_the_zeros_that_it_owes_ends_all() -> None:
+    other, failed = results_of("owed:zeros", 2, times=100)
+    assert failed[0][2].startswith("RankError: rank 1 cannot continue: it has no memory for the")
+    assert other[0][2] != "nothing"

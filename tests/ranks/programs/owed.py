@@ -1,0 +1,54 @@
+"""Steps in which a rank has no memory for what it owes to a collective of all."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import oomkit
+from oomkit._ranks.reducer import Reducer
+from oomkit.testing import inject_oom
+
+from ..launch import Rank
+from .common import prepare, raised
+
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def zeros(rank: Rank) -> list[Any]:
+    """Rank 1 fails inside a reduction that overlaps, and then so often for the zeros: what each
+    call said, and whether the ranks have the same parameters, where there is still a group."""
+    model, optimizer, x, y = prepare(rank)
+    plain: Any = Reducer.parts
+    left = [0]
+
+    def parts(self: Reducer) -> Any:
+        if left[0] > 0:
+            left[0] -= 1
+            raise torch.OutOfMemoryError(OOM)
+        return plain(self)
+
+    Reducer.parts = parts  # type: ignore[method-assign]
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    said = []
+    for turn in range(3):
+        fails = turn == 2 and rank.rank == 1
+        left[0] = rank.arguments["times"] if fails else 0
+        with inject_oom(nth=6, phase="backward") if fails else contextlib.nullcontext():
+            said.append(raised(lambda: step(x, y)))
+    if said[-1] != "nothing":
+        return [said, False]
+    own = torch.cat([p.detach().flatten() for p in model.parameters()])
+    every = [torch.zeros_like(own) for _ in range(rank.world)]
+    dist.all_gather(every, own)
+    return [said, bool(torch.equal(*every))]
