@@ -92,12 +92,14 @@ class Agreement(Call):
         self._over = False
         """Inside join(): all have come to the end, without a reduction."""
         try:
-            self._entry()
+            self._enter()
             if joined is not None:
                 joined.enter()
-        except BaseException:
+        except BaseException as failed:
             for reducer in self._reducers:
                 reducer.gives_back()
+            if isinstance(failed, torch.OutOfMemoryError | MemoryError):
+                raise self._cannot_begin(f"{type(failed).__name__}: {failed}") from failed
             raise
         world.present = self
         for reducer in self._reducers:
@@ -105,6 +107,30 @@ class Agreement(Call):
             attributes = reducer.model.__dict__
             attributes["reducer"] = reducer
             attributes["_sync_buffers"] = _second_broadcast
+
+    def _enter(self) -> None:
+        """Others wait in these collectives, so that memory for them is tried for again, whatever
+        the budget says, unless one was made: then it is not known which of them are left."""
+        before = [reducer.count() for reducer in self._reducers]
+        try:
+            return self._entry()
+        except torch.OutOfMemoryError:
+            if before != [reducer.count() for reducer in self._reducers]:
+                raise
+        for reducer in self._reducers:
+            reducer.gives_back()
+        self._reducers[0].empty_caches()
+        return _C.exempt(self._entry)
+
+    def _cannot_begin(self, why: str) -> _C.RankError:
+        """The error of a rank that has no memory to begin a call; it takes part, with zeros, in a
+        reduction that overlaps, whose ranks look at nothing else."""
+        if not self.is_waited_for():
+            return self.cannot(why)
+        self.world.say(why)
+        with contextlib.suppress(RuntimeError):
+            self.fails_with(self._take_part)
+        return self.failure(why)
 
     def _entry(self) -> None:
         """What the first forward would begin with, which a forward that is repeated must not."""

@@ -177,6 +177,10 @@ class Call:
         """The error of a rank that cannot go on; the others are told."""
         self.told = True
         self.world.give_up(why, self.matter(matters.COMMIT))
+        return self.failure(why)
+
+    def failure(self, why: str) -> _C.RankError:
+        """That error, of which the others know."""
         return error(
             f"rank {self.world.rank} cannot continue: {why}{_C.see('rank-failed')}", self.world.rank
         )

@@ -233,11 +233,14 @@ class Reducer:
             return self.parts()
         except torch.OutOfMemoryError:
             pass  # its traceback keeps tensors
+        self.empty_caches()
+        return _C.exempt(self.parts)
+
+    def empty_caches(self) -> None:
         gc.collect()
         device = self.params[0].device.type
         if device != "cpu":
             torch.get_device_module(device).empty_cache()
-        return _C.exempt(self.parts)
 
     def drain(self, begun: bool = False) -> None:
         """Take part with zeros in what is left of a reduction that others wait for, or in one

@@ -474,3 +474,13 @@ def test_a_rank_without_memory_for_the_zeros_that_it_owes_ends_all() -> None:
     other, failed = results_of("owed:zeros", 2, times=100)
     assert failed[0][2].startswith("RankError: rank 1 cannot continue: it has no memory for the")
     assert other[0][2] != "nothing"
+
+
+def test_memory_for_what_a_call_begins_with_is_tried_for_again() -> None:
+    assert results_of("owed:entry", 2, after=False, call=2, times=1) == [["nothing"] * 3] * 2
+
+
+def test_a_rank_without_memory_for_what_a_call_begins_with_ends_all() -> None:
+    other, failed = results_of("owed:entry", 2, after=True, call=3, times=9)
+    for found in (other, failed):
+        assert found[2].startswith("RankError: rank 1 cannot continue: OutOfMemoryError: CUDA out")

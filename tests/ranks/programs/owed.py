@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import oomkit
+from oomkit._ranks.agreement import Agreement
 from oomkit._ranks.reducer import Reducer
 from oomkit.testing import inject_oom
 
@@ -52,3 +54,41 @@ def zeros(rank: Rank) -> list[Any]:
     every = [torch.zeros_like(own) for _ in range(rank.world)]
     dist.all_gather(every, own)
     return [said, bool(torch.equal(*every))]
+
+
+def entry(rank: Rank) -> list[str]:
+    """Rank 1 has no memory for what a call begins with, before its collectives or after
+    them, and is still there when the others end."""
+    model, optimizer, x, y = prepare(rank)
+    plain: Any = Agreement._entry
+    fails_in, calls = rank.arguments["call"], [0]
+
+    def begin(self: Agreement) -> None:
+        calls[0] += 1
+        fails = rank.rank == 1 and 0 <= calls[0] - fails_in < rank.arguments["times"]
+        if fails and not rank.arguments["after"]:
+            raise torch.OutOfMemoryError(OOM)
+        plain(self)
+        if fails:
+            raise torch.OutOfMemoryError(OOM)
+
+    Agreement._entry = begin  # type: ignore[method-assign]
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    said = [raised(lambda: step(x, y)) for _ in range(3)]
+    _outlives(rank)
+    return said
+
+
+def _outlives(rank: Rank) -> None:
+    """The others end while rank 1 is still there, whose end would end their collectives."""
+    store = dist.FileStore(f"{rank.store}-over", rank.world)
+    if rank.rank == 1:
+        store.wait(["over"], datetime.timedelta(seconds=20))
+    else:
+        store.set("over", "1")
