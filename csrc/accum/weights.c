@@ -205,9 +205,9 @@ weights_found(oomkit_call *call, PyObject *rule)
         Py_NewRef(leaf >= 0 && leaf < call->batch.count ? call->batch.nodes[leaf].object
                                                         : Py_None);
     EXEMPT (call->st) {
-        if (tensor != Py_None && call->batch.places != NULL) {
+        if (tensor != Py_None && call->batch.dealt != NULL) {
             Py_SETREF(tensor,
-                      PyObject_CallMethod(call->batch.places, "leaf", "O", tensor));
+                      PyObject_CallMethod(call->batch.dealt, "leaf", "O", tensor));
         }
         answer = tensor == NULL
                      ? NULL

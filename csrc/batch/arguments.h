@@ -19,10 +19,8 @@ typedef struct oomkit_batch {
     Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
     int views;       /* all rows are a view, too, and not the object itself */
     int aliases;     /* some node has `same` */
-    PyObject *
-        places; /* borrowed, or NULL: mixes the rows of two slices that start at
-                   some row and at `both` less that row (csrc/proof/exchanged_rows.c) */
-    int64_t both;
+    PyObject *dealt; /* borrowed, or NULL: gives each slice other rows of the batch
+                        (csrc/proof/dealt_rows.c) */
     uint64_t sizes;  /* hash of the rows of all leaves */
     PyObject *saved; /* owned: restore_batch=True: list of host copies, or NULL */
     int provable;    /* a reading in doubt may be tried: a proof comes before its use */

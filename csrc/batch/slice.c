@@ -14,7 +14,6 @@ typedef struct build {
                              that split= gets */
     PyObject **made;      /* owned array of values borrowed from what is being built: by
                              node, for those that are the same again; or NULL */
-    struct build *other;  /* of the slice that rows come from, or NULL */
 } build;
 
 static PyObject *
@@ -62,24 +61,21 @@ build_leaf(const build *b, const oomkit_node *node, int split)
                                        : Py_NewRef(node->object);
 }
 
+/* The rows of this slice where the rows of the batch are dealt otherwise, of a leaf or
+ * a list with all of them. Steals `whole`, may be NULL. New reference or NULL. */
 static PyObject *
-build_node(void *context, Py_ssize_t at, Py_ssize_t number);
-
-/* With some rows of the other slice. Steals `made`, may be NULL. New reference or NULL.
- */
-static PyObject *
-build_mixed(build *b, Py_ssize_t at, PyObject *made)
+build_dealt(const build *b, PyObject *whole)
 {
-    OWNED PyObject *other = NULL;
+    PyObject *made = NULL; /* owned, returned */
 
-    b->other->sliced = 1;
-    other = made == NULL ? NULL : build_node(b->other, at, 0);
     EXEMPT (b->st) {
-        Py_XSETREF(made, other == NULL
-                             ? NULL
-                             : PyObject_CallFunction(b->batch->places, "OOL", made,
-                                                     other, (long long)b->dim));
+        made = whole == NULL
+                   ? NULL
+                   : PyObject_CallMethod(b->batch->dealt, "rows", "OLLL", whole,
+                                         (long long)b->dim, (long long)b->start,
+                                         (long long)b->length);
     }
+    Py_XDECREF(whole);
     return made;
 }
 
@@ -93,6 +89,8 @@ build_node(void *context, Py_ssize_t at, Py_ssize_t Py_UNUSED(number))
     int sliced = b->sliced;
     int split = sliced && !b->whole ? node->split : OOMKIT_SPLIT_WHOLE;
     int items = split == OOMKIT_SPLIT_ITEMS;
+    int dealt = split != OOMKIT_SPLIT_WHOLE && b->batch->dealt != NULL;
+    int some = items && !dealt;
     PyObject *made; /* owned */
 
     if (sliced && b->made != NULL && node->same >= 0 && b->made[node->same] != NULL) {
@@ -101,17 +99,17 @@ build_node(void *context, Py_ssize_t at, Py_ssize_t Py_UNUSED(number))
     if (oomkit_node_is_open(node)) {
         b->sliced = sliced && !items;
         made = oomkit_tree_build_part(
-            b->st, &b->batch->tree, at, items ? (Py_ssize_t)b->start : 0,
-            items ? (Py_ssize_t)(b->start + b->length) : node->children, build_node, b);
+            b->st, &b->batch->tree, at, some ? (Py_ssize_t)b->start : 0,
+            some ? (Py_ssize_t)(b->start + b->length) : node->children, build_node, b);
         b->sliced = sliced;
     } else {
-        made = build_leaf(b, node, split);
+        made = build_leaf(b, node, dealt ? OOMKIT_SPLIT_WHOLE : split);
+    }
+    if (dealt && (made = build_dealt(b, made)) == Py_NotImplemented) {
+        Py_SETREF(made, build_leaf(b, node, split));
     }
     if (made != NULL && split == OOMKIT_SPLIT_CUSTOM) {
         Py_SETREF(made, oomkit_splitter_cut(b->st, made, b->start, b->length));
-    }
-    if (split != OOMKIT_SPLIT_WHOLE && b->other != NULL) {
-        made = build_mixed(b, at, made);
     }
     if (sliced && b->made != NULL) {
         b->made[at] = made;
@@ -162,40 +160,12 @@ build_dim(build *b, Py_ssize_t argument)
     return b->numbers[0] == NULL ? -1 : 0;
 }
 
-/* As oomkit_batch_build(), with some rows of `other`, unless that is NULL. */
-static int
-build_vector(build *b, build *other, PyObject **vector)
+int
+oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
+                   const oomkit_batch *batch, int64_t start, int64_t length,
+                   PyObject **vector)
 {
-    const oomkit_batch *batch = b->batch;
-    Py_ssize_t argument, at = 0;
-
-    b->other = other;
-    for (argument = 0; argument < batch->total; argument++) {
-        vector[argument] = build_dim(b, argument) < 0 ||
-                                   (other != NULL && build_dim(other, argument) < 0)
-                               ? NULL
-                               : build_argument(b, argument, at);
-        if (vector[argument] == NULL) {
-            break;
-        }
-        at = oomkit_node_end(batch, at);
-    }
-    if (argument == batch->total) {
-        return 0;
-    }
-    while (argument > 0) {
-        argument--;
-        Py_CLEAR(vector[argument]);
-    }
-    return -1;
-}
-
-/* 0 or -1; to be released all the same. */
-static int
-build_begin(build *b, oomkit_state *st, const oomkit_options *options,
-            const oomkit_batch *batch, int64_t start, int64_t length)
-{
-    *b = (build){
+    build b = {
         .st = st,
         .options = options,
         .batch = batch,
@@ -205,39 +175,34 @@ build_begin(build *b, oomkit_state *st, const oomkit_options *options,
         .whole = start == 0 && length == batch->rows && !batch->views,
         .made = batch->aliases ? PyMem_Calloc((size_t)batch->count, sizeof(PyObject *))
                                : NULL};
-    if (batch->aliases && b->made == NULL) {
+    Py_ssize_t argument = 0, at = 0;
+    int result = -1;
+
+    if (b.numbers[1] == NULL || b.numbers[2] == NULL) {
+        goto done;
+    }
+    if (batch->aliases && b.made == NULL) {
         PyErr_NoMemory();
+        goto done;
     }
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static void
-build_release(build *b)
-{
-    PyMem_Free(b->made);
-    Py_XDECREF(b->numbers[0]);
-    Py_XDECREF(b->numbers[1]);
-    Py_XDECREF(b->numbers[2]);
-}
-
-int
-oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
-                   const oomkit_batch *batch, int64_t start, int64_t length,
-                   PyObject **vector)
-{
-    build b, other = {0};
-    int result = build_begin(&b, st, options, batch, start, length);
-
-    if (result == 0 && batch->places != NULL) {
-        result = build_begin(&other, st, options, batch, batch->both - start, length);
-        PyMem_Free(other.made); /* what is the same again is mixed already */
-        other.made = NULL;
+    for (; argument < batch->total; argument++) {
+        vector[argument] =
+            build_dim(&b, argument) < 0 ? NULL : build_argument(&b, argument, at);
+        if (vector[argument] == NULL) {
+            goto done;
+        }
+        at = oomkit_node_end(batch, at);
     }
-    if (result == 0) {
-        result = build_vector(&b, batch->places != NULL ? &other : NULL, vector);
+    result = 0;
+done:
+    while (result < 0 && argument > 0) {
+        argument--;
+        Py_CLEAR(vector[argument]);
     }
-    build_release(&b);
-    build_release(&other);
+    PyMem_Free(b.made);
+    Py_XDECREF(b.numbers[0]);
+    Py_XDECREF(b.numbers[1]);
+    Py_XDECREF(b.numbers[2]);
     return result;
 }
 

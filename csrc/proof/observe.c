@@ -146,11 +146,13 @@ proof_micro_end(oomkit_call *call, PyObject *result)
                                    loss == NULL ? Py_None : loss,
                                    (long long)call->cut->slices[call->cut->at].length,
                                    call->cut->weights[call->cut->at]);
-        if (done != NULL && call->proof->places != NULL) {
-            Py_SETREF(done, PyObject_CallMethod(call->proof->places, "again", NULL));
+        if (done != NULL && call->proof->dealt != NULL) {
+            Py_SETREF(done, PyObject_CallMethod(
+                                call->proof->dealt, "again", "L",
+                                (long long)call->cut->slices[call->cut->at].length));
         }
     }
-    if (done != NULL && call->proof->places == NULL && !oomkit_call_is_replay(call)) {
+    if (done != NULL && call->proof->dealt == NULL && !oomkit_call_is_replay(call)) {
         /* a call of so many rows like any other: what is no count shows, and what is */
         call->step->results.integers_only = !oomkit_proof_of_whole(call);
         oomkit_result_learn(call->st, &call->step->results, result,

@@ -617,10 +617,11 @@ training_draws(oomkit_proof *p, PyObject **text)
     return result;
 }
 
-/* What this call's numbers do not show, or eval mode does not, where numbers that no
- * part can be given were left out. As proof_settle(), which has said `result`. */
+/* What this call's numbers do not show, or one micro-batch, or eval mode, where numbers
+ * that no part can be given were left out. As proof_settle(), which has said `result`.
+ */
 static int
-proof_training(oomkit_proof *p, int result)
+proof_further(oomkit_proof *p, int result)
 {
     OWNED PyObject *text = NULL;
     int status = 0;
@@ -631,8 +632,8 @@ proof_training(oomkit_proof *p, int result)
     if (p->numbers == OOMKIT_NUMBERS_SAME && oomkit_proof_rows_fit(p)) {
         status = training_draws(p, &text);
     }
-    if (status == 0 && p->numbers == OOMKIT_NUMBERS_QUIET && text == NULL) {
-        status = oomkit_proof_places(p, p->fits, &text);
+    if (status == 0 && text == NULL) {
+        status = oomkit_proof_dealt(p, &text);
     }
     if (status >= 0) {
         return text == NULL ? result : proof_unsettled(p, STEAL(text));
@@ -659,7 +660,7 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
     if (result < 0 && p->no_parts) {
         result = proof_no_parts(p);
     }
-    result = proof_training(p, result);
+    result = proof_further(p, result);
     if (!pair && (wanted != OOMKIT_PROOF_LOSSES ||
                   p->call->options->verify != OOMKIT_VERIFY_WARN)) {
         result = proof_halves(p, result,

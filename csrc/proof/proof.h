@@ -38,7 +38,7 @@ typedef struct oomkit_proof {
     int own;                  /* these rows were cut as the call's own, no other way */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers: which */
-    PyObject *places;         /* owned: _proof.Places while rows change them, or NULL */
+    PyObject *dealt;          /* owned: _proof.Dealt while micro-batches run, or NULL */
     oomkit_numbers numbers;   /* that the step draws */
     int everything;           /* every module is in eval, not those of chance alone */
     int by_chance;            /* numbers are drawn all the same: compared coarsely */
@@ -245,13 +245,14 @@ oomkit_proof_judge_level(oomkit_proof *p);
 int
 oomkit_proof_ambiguous(oomkit_call *call);
 
-/* --- exchanged_rows.c --- */
+/* --- dealt_rows.c --- */
 
-/* Where eval mode alone was compared exactly: rows of two micro-batches of up to
- * `length` rows change places in training mode. *text (owned) is what differs then,
- * NULL for nothing. 1; 0 where that cannot be compared; -1. */
+/* All micro-batches of the call, and the same where its rows are dealt to them in
+ * another way; where numbers were left out for the proof, in training mode. *text
+ * (owned) is what differs then, NULL for nothing. 1; 0 where that cannot be compared;
+ * -1. */
 int
-oomkit_proof_places(oomkit_proof *p, int64_t length, PyObject **text);
+oomkit_proof_dealt(oomkit_proof *p, PyObject **text);
 
 /* --- without_graph.c --- */
 

@@ -345,19 +345,19 @@ run_draw(oomkit_proof *p)
     return done == NULL ? -1 : 0;
 }
 
-/* Two micro-batches whose rows may change places. 0 or -1. */
+/* Micro-batches that may have other rows. 0 or -1. */
 static int
-run_places(oomkit_proof *p)
+run_dealt(oomkit_proof *p)
 {
     OWNED PyObject *streams = NULL, *done = NULL;
 
-    if (p->places == NULL) {
+    if (p->dealt == NULL) {
         return 0;
     }
     streams = oomkit_rng_streams(p->call);
     EXEMPT (p->call->st) {
         done = streams == NULL ? NULL
-                               : PyObject_CallMethod(p->places, "begin", "O", streams);
+                               : PyObject_CallMethod(p->dealt, "begin", "O", streams);
     }
     return done == NULL ? -1 : 0;
 }
@@ -386,7 +386,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         status = run_draw(p);
     }
     if (status == 0) {
-        status = run_places(p);
+        status = run_dealt(p);
     }
     if (status == 0) {
         status = run_on_host(p, count, "on_host");
@@ -396,7 +396,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         if (oomkit_proof_draws_leave(p) < 0 || run_on_host(p, count, "on_device") < 0) {
             status = -1;
         }
-        if (p->places != NULL && run_ask(p, p->places, "leave") < 0) {
+        if (p->dealt != NULL && run_ask(p, p->dealt, "leave") < 0) {
             status = -1;
         }
     }
@@ -404,7 +404,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         call->cut->at = count - 1;
         status = oomkit_proof_finish(p);
     }
-    if (status == 0 && count > 1 && p->places == NULL && !oomkit_call_is_replay(call)) {
+    if (status == 0 && count > 1 && p->dealt == NULL && !oomkit_call_is_replay(call)) {
         status = oomkit_proof_joined(call);
     }
     if (oomkit_join_empty(&call->cut->join) < 0) {

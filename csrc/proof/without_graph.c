@@ -206,9 +206,11 @@ verify_all(oomkit_proof *p, const oomkit_slice *cut, int *moved)
 {
     int one, two, kept;
 
+    p->raises = 1;
     if (verify_anew(p->call) < 0 || verify_run(p, cut, -1, moved) < 0) {
         return -1;
     }
+    p->raises = 0; /* what a part raises, its micro-batch raises in the call as well */
     if (*moved && p->numbers == OOMKIT_NUMBERS_NONE) {
         p->numbers = OOMKIT_NUMBERS_SAME;
         return verify_all(p, cut, moved);
@@ -372,7 +374,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     call->backward.instead = NULL;
     Py_CLEAR(call->cut->verification);
     p->unfit = verdict == NULL && oomkit_exception_is_oom(call->st);
-    p->raises = verdict == NULL && !p->unfit;
+    p->raises = p->raises && verdict == NULL && !p->unfit;
     if (verdict == NULL && call->tries.restart == 0) {
         call->refused.raised = raised; /* the call itself is asked anew */
         return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL

@@ -18,11 +18,11 @@ import torch
 from .. import _C
 from . import values
 from .bounds import bounds, of_the_batch, order_rows
+from .dealt import Dealt
 from .diagnose import Verification, advice, tolerance
 from .draws import Draws
 from .flows import Flows, hooks
 from .numbers import Numbers
-from .places import Places
 from .quiet import Quiet
 from .residual import Products, left
 from .runs import Run, Update
@@ -133,7 +133,7 @@ class Proof:
 
     # What the engine asks of graphs, in a proof and later.
     flows = Flows
-    places = Places
+    dealt = Dealt
     hooks = staticmethod(hooks)
 
     # --- what the engine calls around the runs ---
@@ -157,8 +157,8 @@ class Proof:
         return self._quiet.saved
 
     def start(self, run: str, cut: Cut, marks: list[int] | None = None) -> None:
-        """The next run: "whole", "whole again", "parts", "raw", "one", "two"; of two micro-batches,
-        "whole of both", and "parts of both" where some of their rows have changed places.
+        """The next run: "whole", "whole again", "parts", "raw", "one", "two"; of all
+        micro-batches "whole of all", and "parts of all" where they have other rows.
 
         Args:
             cut: start and length of its slices.
@@ -168,7 +168,7 @@ class Proof:
         if run == "whole":
             self._runs.clear()
             self._by_chance = []
-        self._base = "whole of both" if run.endswith("of both") else "whole"
+        self._base = "whole of all" if run.endswith("of all") else "whole"
         self._now = run
         self._runs[run] = Run()
         self._worst = (0.0, "")  # of a run that an error ended
@@ -655,14 +655,13 @@ class Proof:
         return text if size else None
 
     def coupled(self) -> str | None:
-        """What differs where rows of two micro-batches change places, or None."""
-        made, want = (len(self._runs[f"{of} of both"].updates) for of in ("parts", "whole"))
+        """What differs where rows are dealt to the micro-batches in another way, or None."""
+        made, want = (len(self._runs[f"{of} of all"].updates) for of in ("parts", "whole"))
         if made != want:
             self._fail(math.inf, f"the step makes {made} updates instead of {want}")
         size, text = self._worst
         self._worst = (0.0, "")
-        where = "where rows of two micro-batches change places in training mode"
-        return f"{text}, {where}" if size else None
+        return f"{text}, where the micro-batches have other rows of the batch" if size else None
 
     def hidden(self, by_chance: bool) -> str | None:
         """Asked where numbers that no part can be given are drawn in eval mode, too.

@@ -1,5 +1,5 @@
-"""What eval mode does not show: rows that are coupled in training mode alone, beside random numbers
-that no part of a batch can be given."""
+"""What one micro-batch does not show, nor eval mode: rows that are coupled with those of others, or
+in training mode alone, beside random numbers that no part of a batch can be given."""
 
 from __future__ import annotations
 
@@ -110,3 +110,47 @@ def test_rows_that_are_alone_are_split(
     for seed in range(3):
         assert _run(layer, seed, ignores).accumulation_steps == 2
     assert ignores or "in eval mode alone" in caplog.text
+
+
+def _answers(seed: int, fits: int) -> nn.Module:
+    """Two to each prompt, far from each other, with advantages of their own group."""
+    print("seed", seed)
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 4).double()
+
+    @oomkit.auto_batch(model=model)
+    def step(
+        x: torch.Tensor, taken: torch.Tensor, reward: torch.Tensor, group: torch.Tensor
+    ) -> None:
+        if len(x) > fits and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        share = model(x).log_softmax(1).gather(1, taken[:, None])[:, 0]
+        total = torch.zeros(8).double().index_add(0, group, reward)
+        count = torch.zeros(8).double().index_add(0, group, torch.ones_like(reward))
+        advantage = reward - (total / count.clamp(min=1))[group]
+        (-(share - share.detach()).exp() * advantage).mean().backward()
+
+    batch = torch.randn(16, 6).double(), torch.randint(4, (16,)), torch.randn(16).double()
+    with pytest.raises(oomkit.SplitError):
+        step(*batch, torch.arange(8).repeat(2))
+    return model
+
+
+@pytest.mark.parametrize("fits", [8, 4, 2])
+def test_rows_of_different_micro_batches_in_a_loss_whose_value_is_constant(fits: int) -> None:
+    for seed in range(4):
+        assert all(p.grad is None for p in _answers(seed, fits).parameters())
+
+
+def test_lists_and_arrays_are_dealt() -> None:
+    model = nn.Linear(6, 4).double()
+
+    @oomkit.auto_batch(model=model, accumulation_steps=4, batch=["x", "y", "names"])
+    def step(x: torch.Tensor, y: np.ndarray, names: list[str]) -> None:
+        scale = torch.tensor([1.0 + len(name) for name in names]).double()
+        loss = F.cross_entropy(model(x), torch.from_numpy(y), reduction="none")
+        (loss * scale).mean().backward()
+
+    names = ["a" * i for i in range(16)]
+    step(torch.randn(16, 6).double(), np.arange(16) % 4, names)
+    assert step.records[-1].accumulation_steps == 4
