@@ -51,7 +51,7 @@ class Dealt:
         self._after: dict[int, list[Any]] = {}
 
     def rows(self, leaf: Any, dim: int, start: int, length: int) -> Any:
-        """Those of the micro-batch that begins with row `start`; NotImplemented for other leaves."""
+        """Those of the slice that begins with row `start`, NotImplemented for other leaves."""
         at = self._order[start : start + length]
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.requires_grad:
             return leaf.index_select(dim, torch.tensor(at, device=leaf.device))
