@@ -53,7 +53,7 @@ _GRADIENT = {1e-9: 1e-9, 2e-5: 2e-4, 1e-3: 5e-3, 2e-2: 5e-2}
 # others are made of.
 _CANCELS = 0.02
 _NOISE = 0.2  # what random numbers make of a loss, at most
-_EXACT = 1e-9  # tolerance() of double precision
+_EXACT, _HALF = 1e-9, 2e-2  # tolerance() of double precision, and of half
 # Matrix products of other sizes are summed in another order; a result may be a difference.
 _VALUE = {
     torch.float64: 1e-8,
@@ -557,8 +557,10 @@ class Proof:
             return _VALUE.get(value.dtype, 0.0)
         if type(value).__module__ == "numpy":
             return {"f8": 1e-8, "f4": 1e-3, "f2": 5e-2}.get(value.dtype.str[1:], 0.1)
-        exact = isinstance(value, float) and self._loss_limit == _EXACT
-        return _VALUE[torch.float64 if exact else torch.float32]
+        if not isinstance(value, float):
+            return _VALUE[torch.float32]
+        kinds = {_EXACT: torch.float64, _HALF: torch.bfloat16}  # it is made of, as the loss is
+        return _VALUE[kinds.get(self._loss_limit, torch.float32)]
 
     def _compare_results(self, whole: Run, made: Run) -> None:
         again = self._runs.get("whole again")

@@ -94,6 +94,28 @@ def test_weights_are_found_that_differ_by_less_than_rounding(loss: Loss, kind: s
         assert abs(Splits(loss, seed, kind).weighs()) < 3e-3
 
 
+def _hinge(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.relu(1 - model(x)).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss", [_of_all, _hinge])
+def test_a_loss_that_is_returned_as_a_number_is_as_coarse(loss: Loss, kind: str) -> None:
+    for seed in range(4):
+        one = Splits(loss, seed, kind)
+
+        def run(x: torch.Tensor, y: torch.Tensor, one: Splits = one) -> dict[str, float]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=one.autocast):
+                value = one.loss(one.model, x, y)
+            value.backward()
+            return {"loss": value.item(), "more": 1.0 + float(value.detach())}
+
+        step = oomkit.auto_batch(run, model=one.model)
+        with inject_oom(nth=2, phase="backward"):
+            step(one.x, one.y)
+        assert step.records[-1].accumulation_steps > 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_are_not_found_are_no_proof(kind: str) -> None:
     for seed in range(4):
