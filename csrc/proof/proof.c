@@ -606,6 +606,9 @@ training_draws(oomkit_proof *p, PyObject **text)
     OWNED PyObject *drawn = PyObject_GetAttrString(p->draws, "drawn_beside");
     int turn, result = drawn == NULL ? -1 : 0;
 
+    if (p->numbers != OOMKIT_NUMBERS_SAME || !oomkit_proof_rows_fit(p)) {
+        return result;
+    }
     for (turn = 1;
          drawn == Py_True && result == 0 && *text == NULL && turn < OOMKIT_TURNS;
          turn++) {
@@ -617,25 +620,19 @@ training_draws(oomkit_proof *p, PyObject **text)
     return result;
 }
 
-/* What this call's numbers do not show, or one micro-batch, or eval mode, where numbers
- * that no part can be given were left out. As proof_settle(), which has said `result`.
+/* What one micro-batch does not show, or this call's numbers, or eval mode, where
+ * numbers that no part can be given were left out. As proof_settle(), which has said
+ * `result`.
  */
 static int
-proof_further(oomkit_proof *p, int result)
+proof_further(oomkit_proof *p, int result, int (*runs)(oomkit_proof *, PyObject **))
 {
     OWNED PyObject *text = NULL;
-    int status = 0;
 
     if (result <= 0 || p->own || p->level == OOMKIT_PROVEN_WEAKLY) {
         return result;
     }
-    if (p->numbers == OOMKIT_NUMBERS_SAME && oomkit_proof_rows_fit(p)) {
-        status = training_draws(p, &text);
-    }
-    if (status == 0 && text == NULL) {
-        status = oomkit_proof_dealt(p, &text);
-    }
-    if (status >= 0) {
+    if (runs(p, &text) >= 0) {
         return text == NULL ? result : proof_unsettled(p, STEAL(text));
     }
     if (oomkit_proof_own_error(p->call)) {
@@ -660,12 +657,13 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
     if (result < 0 && p->no_parts) {
         result = proof_no_parts(p);
     }
-    result = proof_further(p, result);
+    result = proof_further(p, result, training_draws);
     if (!pair && (wanted != OOMKIT_PROOF_LOSSES ||
                   p->call->options->verify != OOMKIT_VERIFY_WARN)) {
         result = proof_halves(p, result,
                               wanted == OOMKIT_PROOF_LOSSES ? HALVES_AGAIN : HALVES);
     }
+    result = proof_further(p, result, oomkit_proof_dealt); /* with weights settled */
     return result >= 0 && oomkit_ranks_proof_ends(p->call) < 0 ? -1 : result;
 }
 

@@ -168,3 +168,25 @@ def test_wholes_that_do_not_fit_leave_their_halves_to_be_compared(without: int) 
         return not torch.allclose(model.weight.grad, wanted, rtol=1e-3)
 
     assert not [seed for seed in range(20) if is_wrong(seed)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_that_agree_by_chance_in_the_first_micro_batch_are_found_in_others(
+    seed: int,
+) -> None:
+    print("seed", seed)
+    torch.manual_seed(seed)
+    model = nn.Linear(16, 4).double()
+    x, y = torch.randn(32, 16).double(), torch.randint(4, (32,))
+    counted = torch.rand(32) < 0.6
+    counted[:4] = torch.tensor([True, False, True, False])
+    y[~counted] = -100
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        model.zero_grad()
+        (F.cross_entropy(model(x), y, reduction="sum") / (y >= 0).sum()).backward()
+
+    step(x, y)
+    wanted = [p.grad for p in model.parameters()]
+    oomkit.auto_batch(step, model=model, accumulation_steps=8)(x, y)
+    torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
