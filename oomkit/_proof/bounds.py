@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["Bound", "bounds", "of_the_batch", "order_rows"]
+__all__ = ["Bound", "bounds", "ignored_labels", "of_the_batch", "order_rows"]
 
 # Nodes of functions that are linear, or flat, on one side of a bound. Curves show in gradients.
 _BENT = {
@@ -46,6 +47,7 @@ _BENT = {
     "Where": "where",
 }
 _ORDERS = ("Cummax", "Cummin", "Kthvalue", "Median", "Mode", "Nanmedian", "Sort", "Topk")
+_ENTROPIES = ("NllLoss", "NllLoss2D")
 _BY_INDEX = ("Gather", "Index", "IndexSelect", "Take")
 _SAVED = ("_saved_self", "_saved_other", "_saved_result", "_saved_condition")
 _unknown = itertools.count(1)
@@ -65,14 +67,8 @@ def bounds(root: torch.Tensor) -> list[Bound]:
     Returns:
         Of each, in the order of the graph, its name, and shapes and values of its input.
     """
-    if root.ndim or root.grad_fn is None:
-        return []
-    found = []
-    seen = {root.grad_fn}
-    work: deque[Any] = deque([root.grad_fn])
-    while work and len(seen) < _MOST:
-        node = work.popleft()
-        kind = node.name().partition("Backward")[0]
+    found: list[Bound] = []
+    for kind, node in () if root.ndim else _nodes(root):
         name = _BENT.get(kind)
         if name:
             found.append(_bound(name, node))
@@ -80,11 +76,30 @@ def bounds(root: torch.Tensor) -> list[Bound]:
             found.append(("order", _ordered(node), None))
         if kind in _BY_INDEX and (rows := _left_in_place(node)):
             found.append(("in place", ((rows,),), None))
+    return found
+
+
+def ignored_labels(root: torch.Tensor) -> list[int]:
+    """Labels that do not count in a cross entropy, of a loss's graph.
+
+    Args:
+        root: the loss.
+    """
+    found = [int(node._saved_ignore_index) for kind, node in _nodes(root) if kind in _ENTROPIES]
+    return [value - (value >= 1 << 63) * (1 << 64) for value in found]  # some read it unsigned
+
+
+def _nodes(root: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """Functions of a loss's graph and their kinds, nearest first."""
+    seen = {root.grad_fn}
+    work: deque[Any] = deque(node for node in seen if node is not None)
+    while work and len(seen) < _MOST:
+        node = work.popleft()
+        yield node.name().partition("Backward")[0], node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 work.append(following)
-    return found
 
 
 def _bound(name: str, node: Any) -> Bound:

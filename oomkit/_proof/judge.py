@@ -17,7 +17,7 @@ import torch
 
 from .. import _C
 from . import values
-from .bounds import bounds, of_the_batch, order_rows
+from .bounds import bounds, ignored_labels, of_the_batch, order_rows
 from .dealt import Dealt
 from .diagnose import Verification, advice, tolerance
 from .draws import Draws
@@ -36,8 +36,10 @@ from .weights import (
     candidates,
     cuts,
     decisive,
+    facts,
     is_varied,
     pairs,
+    settled,
     undecided,
     varied,
 )
@@ -210,6 +212,7 @@ class Proof:
             if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                 continue
             self._judge_precision(tensor)
+            self.tried.update({("ignored", label): 0.0 for label in ignored_labels(tensor)})
             if len(tensors) == 1 and tensor.numel() == 1:
                 value = float(tensor.detach())
         while len(run.losses) <= len(run.rows):
@@ -313,6 +316,7 @@ class Proof:
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             self._judge_precision(loss)
             run.bounds[-1] += bounds(loss)
+            self.tried.update({("ignored", label): 0.0 for label in ignored_labels(loss)})
         run.rows.append(rows)
         run.weights.append(weight)
         leaves = values.kept_leaves(result)
@@ -744,7 +748,7 @@ class Proof:
         for i in {*whole, *one, *two}:
             inner.add(*(run.get(i) for run in (whole, one, two)))
         found = []
-        for weigher in candidates(leaves, self.modules()):
+        for weigher in candidates(leaves, self.modules(), facts(self.tried)):
             weights = weigher.shares(cut)
             if (
                 weights is not None
@@ -785,7 +789,8 @@ class Proof:
             if not self._entry and values.number(value):  # without a backward a norm is 0
                 self._numbers.is_no_norm(place)
         rules = []
-        for rule in candidates(leaves, self.modules()) if leaves and not moved else ():
+        known = facts(self.tried)
+        for rule in candidates(leaves, self.modules(), known) if leaves and not moved else ():
             shares = None if verdict[0] else rule.shares(cut)
             if shares is not None and losses.fits(*shares):
                 rules.append(rule)
@@ -820,9 +825,10 @@ class Proof:
                 continue
             if best is not None and size > max(length, *(each for _, each in slices)):
                 break  # two micro-batches need not fit
-            if at != start:
+            full = mine is None or 0.0 not in mine  # a mean over nothing is nan
+            if at != start and full:
                 return at, size, part
-            if (size, part) != (length, first):
+            if (at, size, part) != (start, length, first):
                 best = best or (at, size, part)
         return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)
 
@@ -856,7 +862,10 @@ class Proof:
         for key, gap in undecided(weighers, passed, used, self.tried).items():
             self.tried[key] = math.inf if gap >= _SURE * self._limit and not self.noise else gap
         before = [(start, length)] if first > 0 else []
-        return decisive(weighers, slices, used, self.tried, unit, before)
+        where = decisive(weighers, slices, used, self.tried, unit, before)
+        if where is None:
+            settled(leaves, self.tried)
+        return where
 
     @staticmethod
     def unsettled(

@@ -21,8 +21,10 @@ __all__ = [
     "candidates",
     "cuts",
     "decisive",
+    "facts",
     "is_varied",
     "pairs",
+    "settled",
     "undecided",
     "varied",
 ]
@@ -31,12 +33,14 @@ _INTEGERS = {
     dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
 }
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IGNORED = (-100, 255)  # PyTorch's default, and that of segmentation
 _PADDING = (0, -1)  # of tokens: in one dimension these are classes
 _CUTS = 8  # micro-batches that are looked at, and places to cut each on either side
 _CLASSES = 100_000  # of a vector that may hold weights of classes, at most
 _ASKED = 3.0  # times that labels are looked for where they differ
 TOLD = 1e-3  # a difference of two parts' weights that gradients can tell
+_NEWS = 8  # proofs because of a label beyond all that were seen: others are running numbers
 _MORE = 2.0  # times the difference that was tried before: worth to try again
 
 
@@ -89,6 +93,10 @@ class Weigher:
             part = part[:, 1:]
         if self.kind in ("labels", "shifted"):
             return (part != self._value).sum()
+        if self.kind == "numbers":
+            return (~part.isnan()).sum()
+        if self.kind == "filled":
+            return _filled(part).sum()
         if self.kind == "both":
             return ((part != self._value) & (part >= 0)).sum()
         if self.kind == "classes" and self._weights is not None:
@@ -122,9 +130,16 @@ class Weigher:
         return tuple(value / total for value in values) if total > 0 else None
 
 
-def _ignored(own: list[Any]) -> list[int]:
+def _ignored(own: list[Any], known: Tried) -> list[int]:
     found = [value for value in own if isinstance(value, int) and not isinstance(value, bool)]
+    found += [key[1] for key in known if key[0] == "ignored"]
     return list(dict.fromkeys([*found, *_IGNORED]))
+
+
+def _filled(part: torch.Tensor) -> torch.Tensor:
+    """Which vectors of the last dimension are not all 0."""
+    largest: torch.Tensor = torch.linalg.vector_norm(part, math.inf, -1)  # nothing of their size
+    return largest != 0
 
 
 class _Range:
@@ -144,6 +159,23 @@ class _Range:
         if least <= value <= most and not self._low <= value <= self._high:
             return False
         return bool((self.tensor == value).any())
+
+    def beyond(self, leaf: int, known: Tried) -> list[int]:
+        """Of the two, those that no proof has seen: what is ignored may be none of the classes."""
+        if ("least", leaf) not in known or known.get(("news", leaf), 0.0) >= _NEWS:
+            return []
+        news = {self._low} if self._low < known["least", leaf] else set()
+        if self._high > known["most", leaf]:
+            news.add(self._high)
+        return sorted(int(value) for value in news if abs(value) < math.inf)
+
+    def seen(self, leaf: int, known: Tried) -> None:
+        """A proof has told what its values are."""
+        if abs(self._low) == math.inf:
+            return
+        known["news", leaf] = known.get(("news", leaf), 0.0) + bool(self.beyond(leaf, known))
+        known["least", leaf] = min(self._low, known.get(("least", leaf), math.inf))
+        known["most", leaf] = max(self._high, known.get(("most", leaf), -math.inf))
 
     @property
     def is_negative(self) -> bool:
@@ -180,6 +212,23 @@ def _of_labels(leaf: int, name: str, labels: _Range, ignored: list[int]) -> Iter
             yield Weigher("both", leaf, text, tensor, value)
 
 
+def _of_numbers(leaf: int, name: str, tensor: torch.Tensor, known: Tried) -> Iterator[Weigher]:
+    """Rows, or vectors of them, that are there for the shape alone."""
+    if tensor.dtype not in _FLOATS or not tensor.numel():
+        return
+    for kind, what in (("numbers", "nan"), ("filled", "all 0")):
+        weigher = Weigher(kind, leaf, f"mean over {name} that are not {what}", tensor)
+        if known.get(weigher.key) == math.inf:  # gradients have told that it is another one
+            continue
+        if kind == "numbers":
+            there = bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+        else:
+            first = tensor.ndim >= 2 and bool((tensor[..., 0] == 0).any())
+            there = first and not bool(_filled(tensor).all())
+        if there:
+            yield weigher
+
+
 def _vectors(leaves: Leaves, buffers: list[Any]) -> Iterator[torch.Tensor]:
     """What may be weights of classes: one number each. Statistics of a norm are none."""
     for tensor in [tensor for _, _, tensor, sliced in leaves if not sliced] + buffers:
@@ -193,9 +242,7 @@ def _vectors(leaves: Leaves, buffers: list[Any]) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def candidates(
-    leaves: Leaves, modules: list[torch.nn.Module], tried: Tried | None = None
-) -> Iterator[Weigher]:
+def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> Iterator[Weigher]:
     """Everything that a loss may be a mean over, most likely first.
 
     Args:
@@ -206,7 +253,7 @@ def candidates(
     yield Weigher("rows", text="mean over rows")
     yield Weigher("sum", text="sum")
     own, buffers = _C.label_hints(modules, _NormBase)
-    ignored, vectors = _ignored(own), list(_vectors(leaves, buffers))
+    ignored, vectors = _ignored(own, tried), list(_vectors(leaves, buffers))
     for leaf, name, tensor, sliced in leaves:
         if not sliced or not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             continue
@@ -214,13 +261,28 @@ def candidates(
             continue
         labels = _Range(tensor) if tensor.dtype in _INTEGERS else None
         if labels is not None:
-            yield from _of_labels(leaf, name, labels, ignored)
+            news = [value for value in labels.beyond(leaf, tried) if value not in ignored]
+            yield from _of_labels(leaf, name, labels, [*ignored, *news])
             for at, vector in enumerate(vectors):
                 text = f"mean over weights of the classes {name}" + (f" ({at + 1})" if at else "")
                 yield Weigher("classes", leaf, text, tensor, 0, vector)
-        decided = tried is not None and tried.get(("values", leaf, 0, None)) == math.inf
+        decided = tried.get(("values", leaf, 0, None)) == math.inf
         if not decided and _is_mask(tensor, labels):
             yield Weigher("values", leaf, f"mean over {name}", tensor)
+        if labels is None:
+            yield from _of_numbers(leaf, name, tensor, tried)
+
+
+def settled(leaves: Leaves, tried: Tried) -> None:
+    """A proof has nothing more to tell of these leaves: their labels are noted in `tried`."""
+    for leaf, tensor in _labels(leaves):
+        if tensor.dtype in _INTEGERS:
+            _Range(tensor).seen(leaf, tried)
+
+
+def facts(tried: Tried) -> Tried:
+    """What is known of the batches, not of weights."""
+    return {key: value for key, value in tried.items() if len(key) == 2}
 
 
 def _is_mask(tensor: torch.Tensor, labels: _Range | None) -> bool:
@@ -364,10 +426,13 @@ def decisive(
     """
     open_ = undecided(weighers, slices, rule, tried)
     there = [each for each in weighers if each.key in open_]
-    best, where = 0.0, None
+    best, where = (False, 0.0), None
     for places in (cuts([*before, *slices], unit), pairs(slices)) if there else ():
-        for at, rows, part in places if where is None else ():
-            gaps = undecided(there, [(at, part), (at + part, rows - part)], rule, tried)
-            if max(gaps.values(), default=0.0) > best:
-                best, where = max(gaps.values()), (at, rows, part)
+        for at, rows, part in () if best[0] else places:
+            cut = [(at, part), (at + part, rows - part)]
+            gap = max(undecided(there, cut, rule, tried).values(), default=0.0)
+            if gap > 0.0:  # a mean over nothing is nan
+                full = all(0.0 not in (weigher.shares(cut) or ()) for weigher in there)
+                if (full, gap) > best:
+                    best, where = (full, gap), (at, rows, part)
     return where

@@ -216,3 +216,84 @@ def test_weights_that_were_found_are_looked_at_again() -> None:
     assert len(made[1]) > 3 and len(made[8]) > 6  # proven, and proven again
     assert [made[call].count(False) for call in range(2, 9)] == [9, 0, 9, 0, 0, 0, 9]
     assert [made[call].count(True) for call in range(2, 8)] == [3] * 6
+
+
+def _each(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
+def _mean(each: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    return (each * counted).sum() / counted.sum()
+
+
+# Of a model, a batch and its labels; and what rows that do not count have.
+LATER: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
+    "a label that cross_entropy() ignores": (
+        lambda model, x, y: F.cross_entropy(model(x), y, ignore_index=1),
+        1,
+    ),
+    "a label that the step ignores": (
+        lambda model, x, y: _mean(_each(model(x), y.clamp(max=3)), y < 9),
+        9,
+    ),
+    "rows of zeros": (
+        lambda model, x, y: _mean(_each(model(x), y), (x != 0).any(-1)),
+        0.0,
+    ),
+    "rows of nan": (
+        lambda model, x, y: F.cross_entropy(model(x[~x[:, 0].isnan()]), y[~x[:, 0].isnan()]),
+        float("nan"),
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("kind", LATER)
+def test_what_does_not_count_in_later_calls(kind: str, steps: int) -> None:
+    """Rows that fill up a batch, and labels that none of the batches before had."""
+    loss, value = LATER[kind]
+
+    def train(decorate: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Linear(WIDTH, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @decorate
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            made = loss(model, x, y)
+            made.backward()
+            optimizer.step()
+            return made.detach()
+
+        seen = []
+        for call in range(4):
+            x, y = torch.randn(16, WIDTH).double(), torch.randint(2, 4, (16,))
+            if call == 2:
+                (x if isinstance(value, float) else y)[13:] = value
+            seen += [step(x, y), model.weight.detach().clone()]
+        return seen
+
+    torch.testing.assert_close(
+        train(oomkit.auto_batch(accumulation_steps=steps)), train(lambda step: step)
+    )
+
+
+def test_numbers_of_rows_that_grow_are_no_labels_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of a leaf with other values in every call: the split is proven again a few times."""
+    model = nn.Linear(WIDTH, 1)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, number: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    proofs = []
+    with caplog.at_level(logging.INFO, logger="oomkit"):
+        for call in range(40):
+            step(torch.randn(8, WIDTH), torch.arange(8) + 8 * call)
+            proofs.append(caplog.text.count("proved the split"))
+    print(proofs)
+    assert 2 < proofs[20] < 12
+    assert proofs[39] - proofs[20] <= 1  # as calls 2, 4, 8, ... are looked at

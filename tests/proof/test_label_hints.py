@@ -21,7 +21,7 @@ class Labels(torch.Tensor):
 
 
 def kinds(tensor: torch.Tensor, modules: list[nn.Module]) -> list[tuple[Any, ...]]:
-    return [each.key for each in candidates([(3, "labels", tensor, True)], modules)]
+    return [each.key for each in candidates([(3, "labels", tensor, True)], modules, {})]
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 1), (0,), (0, 2), (2, 2, 1)])
