@@ -9,7 +9,16 @@
 
 #define FEW 8 /* rows of micro-batches in which others that go with a row are rare */
 
-/* May rows be dealt otherwise? Not where each is alone in its micro-batch, nor those
+/* How many micro-batches become one, in which rows can have others beside them: where
+ * each is alone in its own as many as have run with a graph, in host memory. */
+static int64_t
+dealt_together(const oomkit_proof *p)
+{
+    const int64_t length = p->cut.slices[0].length;
+    return length >= 2 * oomkit_unfit_multiple(p->call) ? 1 : p->shown.length / length;
+}
+
+/* May rows be dealt otherwise? Not where each is alone in all that has run, nor those
  * that the caller has given gradients of their own, or that parts are given random
  * numbers of; nor where each call is proven anew.
  */
@@ -21,7 +30,7 @@ dealt_possible(const oomkit_proof *p)
     Py_ssize_t i;
 
     if (!p->trained || p->cut.count < 2 ||
-        p->cut.slices[0].length < 2 * oomkit_unfit_multiple(call) ||
+        p->cut.slices[0].length * dealt_together(p) < 2 * oomkit_unfit_multiple(call) ||
         p->numbers == OOMKIT_NUMBERS_SAME || oomkit_call_is_replay(call) ||
         oomkit_loss_is_returned(call) ||
         (known != NULL && known->level == OOMKIT_PROVEN_HERE)) {
@@ -36,16 +45,38 @@ dealt_possible(const oomkit_proof *p)
     return 1;
 }
 
-/* Rows as they are, and dealt otherwise. 0 or -1. */
-static int
-dealt_runs(oomkit_proof *p)
+/* New array (PyMem) of the call's micro-batches, so many of them as one; *count of
+ * them. */
+static oomkit_slice *
+dealt_cut(const oomkit_proof *p, int64_t together, int64_t *count)
 {
+    oomkit_slice *made = PyMem_New(oomkit_slice, (size_t)p->cut.count);
+    int64_t i;
+
+    *count = 0;
+    for (i = 0; made != NULL && i < p->cut.count; i++) {
+        if (i % together == 0) {
+            made[(*count)++] = p->cut.slices[i];
+        } else {
+            made[*count - 1].length += p->cut.slices[i].length;
+        }
+    }
+    return made != NULL ? made : (oomkit_slice *)PyErr_NoMemory();
+}
+
+/* Rows as they are, in the call's own micro-batches, and dealt otherwise. Where random
+ * numbers go with places in a micro-batch both times in these. 0 or -1. */
+static int
+dealt_runs(oomkit_proof *p, const oomkit_slice *slices, int64_t count)
+{
+    const int own = p->numbers == OOMKIT_NUMBERS_NONE;
     oomkit_batch *batch = &p->call->batch;
-    int status = oomkit_proof_run(p, "whole of all", p->cut.slices, p->cut.count, NULL);
+    int status = oomkit_proof_run(p, "whole of all", own ? p->cut.slices : slices,
+                                  own ? p->cut.count : count, NULL);
 
     if (status == 0) {
         batch->dealt = p->dealt;
-        status = oomkit_proof_run(p, "parts of all", p->cut.slices, p->cut.count, NULL);
+        status = oomkit_proof_run(p, "parts of all", slices, count, NULL);
         batch->dealt = NULL;
     }
     return status;
@@ -53,9 +84,10 @@ dealt_runs(oomkit_proof *p)
 
 /* One turn. 1 shown, as *text (owned) says; 0 not; -1. */
 static int
-dealt_turn(oomkit_proof *p, int turn, PyObject **text)
+dealt_turn(oomkit_proof *p, const oomkit_slice *slices, int64_t count, int turn,
+           PyObject **text)
 {
-    OWNED PyObject *list = oomkit_proof_slices(p->cut.slices, p->cut.count);
+    OWNED PyObject *list = oomkit_proof_slices(slices, count);
     OWNED PyObject *shown = NULL;
     PyObject *answer = NULL; /* owned, then taken */
     const int draws = p->numbers != OOMKIT_NUMBERS_NONE;
@@ -67,7 +99,7 @@ dealt_turn(oomkit_proof *p, int turn, PyObject **text)
                                    (long long)oomkit_unfit_multiple(p->call),
                                    draws ? Py_True : Py_False, turn);
     p->draw = draws ? turn : 0;
-    if (p->dealt != NULL && dealt_runs(p) == 0) {
+    if (p->dealt != NULL && dealt_runs(p, slices, count) == 0) {
         EXEMPT (p->call->st) {
             answer = PyObject_CallMethod(p->judge, "coupled", NULL);
         }
@@ -86,18 +118,27 @@ int
 oomkit_proof_dealt(oomkit_proof *p, PyObject **text)
 {
     OWNED PyObject *done = NULL;
+    oomkit_slice *slices; /* owned */
+    int64_t count, together;
     int turn, most, shown = 1;
 
     *text = NULL;
     if (!dealt_possible(p)) {
         return 0;
     }
-    most = p->numbers != OOMKIT_NUMBERS_NONE || p->cut.slices[0].length < FEW
-               ? OOMKIT_TURNS
-               : 1;
+    together = dealt_together(p);
+    slices = dealt_cut(p, together, &count);
+    if (slices == NULL) {
+        return -1;
+    }
+    most =
+        p->numbers != OOMKIT_NUMBERS_NONE || slices[0].length < FEW ? OOMKIT_TURNS : 1;
+    p->on_host = together > 1 && p->call->tries.ooms > 0 ? OOMKIT_ALL_ON_HOST : 0;
     done = PyObject_CallMethod(p->judge, "quiet", "O", Py_False);
     for (turn = 0; done != NULL && shown > 0 && *text == NULL && turn < most; turn++) {
-        shown = dealt_turn(p, turn, text);
+        shown = dealt_turn(p, slices, count, turn, text);
     }
+    p->on_host = 0;
+    PyMem_Free(slices);
     return done == NULL ? -1 : shown;
 }

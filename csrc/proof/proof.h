@@ -23,6 +23,9 @@ typedef enum oomkit_numbers {
 /* Sets of random numbers that are tried, the call's among them. */
 #define OOMKIT_TURNS 3
 
+/* Graphs of several micro-batches are, too. */
+#define OOMKIT_ALL_ON_HOST 2
+
 /* A proof in progress; on the C stack of oomkit_prove(). */
 typedef struct oomkit_proof {
     oomkit_call *call;
@@ -34,7 +37,8 @@ typedef struct oomkit_proof {
     PyObject *rules;          /* owned: that a weak comparison lacked, or NULL */
     oomkit_proof_level level; /* of what is shown in the end */
     int weakly;               /* rows that need not fit are run without a graph */
-    int on_host;              /* the graph of a whole run is kept in host memory */
+    int on_host;              /* the graph of a whole run is kept in host memory, or
+                                 OOMKIT_ALL_ON_HOST */
     int own;                  /* these rows were cut as the call's own, no other way */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers: which */

@@ -263,12 +263,18 @@ run_ask(const oomkit_proof *p, PyObject *object, const char *method)
     return done == NULL ? -1 : 0;
 }
 
+static int
+run_leaves_device(const oomkit_proof *p, int64_t count)
+{
+    return p->on_host == OOMKIT_ALL_ON_HOST || (p->on_host && count == 1);
+}
+
 /* Where the graph of a whole run is kept from now on: judge.method(). An exception in
  * flight stays. 0 or -1. */
 static int
 run_on_host(oomkit_proof *p, int64_t count, const char *method)
 {
-    if (!p->on_host || count > 1 || p->call->device.type == OOMKIT_DEVICE_CPU) {
+    if (!run_leaves_device(p, count) || p->call->device.type == OOMKIT_DEVICE_CPU) {
         return 0; /* of the CPU: run_is_uncounted() */
     }
     return run_ask(p, p->judge, method);
@@ -283,7 +289,7 @@ run_is_uncounted(const oomkit_proof *p, int64_t count)
     const oomkit_call *call = p->call;
     uint64_t budget, spare;
 
-    if (!p->on_host || count > 1 || call->device.type != OOMKIT_DEVICE_CPU) {
+    if (!run_leaves_device(p, count) || call->device.type != OOMKIT_DEVICE_CPU) {
         return 0;
     }
     budget = oomkit_device_budget(call->st, call->device);

@@ -112,13 +112,13 @@ def test_rows_that_are_alone_are_split(
     assert ignores or "in eval mode alone" in caplog.text
 
 
-def _answers(seed: int, fits: int) -> nn.Module:
+def _answers(seed: int, fits: int, steps: int) -> nn.Module:
     """Two to each prompt, far from each other, with advantages of their own group."""
     print("seed", seed)
     torch.manual_seed(seed)
     model = nn.Linear(6, 4).double()
 
-    @oomkit.auto_batch(model=model)
+    @oomkit.auto_batch(model=model, accumulation_steps=steps)
     def step(
         x: torch.Tensor, taken: torch.Tensor, reward: torch.Tensor, group: torch.Tensor
     ) -> None:
@@ -136,10 +136,13 @@ def _answers(seed: int, fits: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("fits", [8, 4, 2])
-def test_rows_of_different_micro_batches_in_a_loss_whose_value_is_constant(fits: int) -> None:
+@pytest.mark.parametrize(("fits", "steps"), [(8, 1), (4, 1), (2, 1), (16, 16), (2, 16)])
+def test_rows_of_different_micro_batches_in_a_loss_whose_value_is_constant(
+    fits: int, steps: int
+) -> None:
+    """Of 16 micro-batches each has one row, and is compared with some of more."""
     for seed in range(4):
-        assert all(p.grad is None for p in _answers(seed, fits).parameters())
+        assert all(p.grad is None for p in _answers(seed, fits, steps).parameters())
 
 
 def test_lists_and_arrays_are_dealt() -> None:
