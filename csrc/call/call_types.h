@@ -229,6 +229,7 @@ typedef struct oomkit_updating {
     int committed;     /* a scheduler or scaler moved on: nothing can be taken back */
     int depth;         /* intercepted methods that run, one inside another */
     int closure;       /* a step() runs that was handed one, while split */
+    int shared;        /* what runs has begun a collective: it cannot be made twice */
     int unknown_begun; /* steps of unknown optimizers that have not ended */
     int unknown_made;  /* those that have, in this attempt */
 } oomkit_updating;

@@ -348,7 +348,8 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
         if (result != NULL && !interceptor_versions_tell(self)) {
             oomkit_update_becomes_final(call);
         }
-        if (result != NULL || !oomkit_exception_is_oom(call->st)) {
+        if (result != NULL || oomkit_update_failed_shared(call, self->target) ||
+            !oomkit_exception_is_oom(call->st)) {
             return result;
         }
         call->tries.ooms++;

@@ -495,7 +495,8 @@ parts_all(parts_run *run)
             again = 0;
             continue;
         }
-        if (!oomkit_exception_is_oom(run->call->st) ||
+        if (oomkit_update_failed_shared(run->call, run->optimizer) ||
+            !oomkit_exception_is_oom(run->call->st) ||
             part_failed(run, at, count, &again) < 0) {
             return parts_give_up(run, at + count);
         }

@@ -5,6 +5,7 @@
  */
 #include "optim.h"
 #include "../call/step.h"
+#include "../py/errors.h"
 #include "../py/tensor.h"
 
 /* Adds `was` and `now` when they are numbers that differ. 0 or -1. */
@@ -142,6 +143,23 @@ oomkit_update_committed(oomkit_call *call)
         oomkit_exception_give(exception);
     }
     return result;
+}
+
+int
+oomkit_update_failed_shared(oomkit_call *call, PyObject *optimizer)
+{
+    if (!oomkit_update_is_shared(call) || !oomkit_exception_is_oom(call->st)) {
+        return 0;
+    }
+    oomkit_update_broke_off(call, optimizer);
+    oomkit_exception_discard(call->st, oomkit_exception_take());
+    call->refused.raised = 1;
+    oomkit_raise(call->st->PartialUpdate,
+                 "%s.step() ran out of memory after it had begun a collective of all "
+                 "ranks, so that the update is half done and cannot be undone: restore a "
+                 "checkpoint on all ranks" SEE("partial-update"),
+                 Py_TYPE(optimizer)->tp_name);
+    return 1;
 }
 
 int

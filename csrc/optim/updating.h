@@ -73,6 +73,14 @@ oomkit_update_runs_alone(const oomkit_call *call)
     return call->updating.depth > 0 && !call->updating.closure;
 }
 
+/* Has it begun a collective with the other ranks, who make each of its collectives once?
+ */
+static inline int
+oomkit_update_is_shared(const oomkit_call *call)
+{
+    return call->updating.shared;
+}
+
 /* Do parameters, or what an optimizer keeps elsewhere, stay as the failed attempt has
  * left them? And is it only not known that they do not? */
 static inline int
@@ -105,7 +113,14 @@ oomkit_update_enter(oomkit_call *call)
 static inline int
 oomkit_update_leave(oomkit_call *call)
 {
+    call->updating.shared &= call->updating.depth > 1;
     return --call->updating.depth == 0;
+}
+
+static inline void
+oomkit_update_becomes_shared(oomkit_call *call)
+{
+    call->updating.shared = 1;
 }
 
 /* What runs now has a closure, or has none. What it was before, to be put back. */
@@ -172,7 +187,7 @@ oomkit_updates_forget(oomkit_call *call)
     oomkit_updating *u = &call->updating;
 
     u->committed = u->made = u->unknown_made = u->params_stuck = 0;
-    u->depth = u->closure = u->unknown_begun = u->step_failed = 0;
+    u->depth = u->closure = u->shared = u->unknown_begun = u->step_failed = 0;
 }
 
 #endif

@@ -88,6 +88,20 @@ current_updates(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(call != NULL && oomkit_update_runs(call));
 }
 
+/* An update makes a collective now. Is it its first one? False where none runs. */
+static PyObject *
+current_shares_update(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    oomkit_call *call = oomkit_call_current();
+    const int first =
+        call != NULL && oomkit_update_runs(call) && !oomkit_update_is_shared(call);
+
+    if (first) {
+        oomkit_update_becomes_shared(call);
+    }
+    return PyBool_FromLong(first);
+}
+
 /* testing.force_slices: a tuple of positive lengths, or None. */
 static PyObject *
 current_force_slices(PyObject *module, PyObject *lengths)
@@ -125,6 +139,8 @@ PyMethodDef oomkit_current_methods[] = {
      "0; 1 in a part of a loop; 2 in a micro-batch of a call, 3 in its last."},
     {"_updates", current_updates, METH_NOARGS,
      "_updates()\n--\n\nDoes an optimizer's step(), or what goes with it, run?"},
+    {"_shares_update", current_shares_update, METH_NOARGS,
+     "_shares_update()\n--\n\nAn update makes a collective: is it its first one?"},
     {"_force_slices", current_force_slices, METH_O,
      "_force_slices(lengths, /)\n--\n\nSet the forced slices; returns those before."},
     {NULL, NULL, 0, NULL},

@@ -14,7 +14,8 @@ ranks do together, in this order, is the same whatever each needs for it:
 4. a vote before the first update, or at the end: from there on nothing is begun again;
 5. but where memory for an update of some rank was tight, which is told in that vote, all keep
    copies of what theirs changes, and there is one more vote after it. If one has failed all take
-   theirs back, and begin again or end with an error.
+   theirs back, and begin again or end with an error. An update that makes collectives itself is
+   voted on before its first one, too: from there on it is neither repeated nor taken back.
 
 A rank that fails when others may have seen something of its attempt makes up for the reductions
 that it has begun, with zeros, and votes that all begin again, which they learn at their next

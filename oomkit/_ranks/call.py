@@ -148,9 +148,16 @@ class Call:
         self.settled = False
 
     def settle_first(self) -> None:
-        """The same before a collective, to which a rank whose update has failed does not come."""
-        if self.unsettled and not _C._updates() and self.settle():
-            self.stop()
+        """The same before a collective, to which a rank whose update has failed does not come. One
+        that an update makes itself (ZeroRedundancyOptimizer) says nothing of what is left of it,
+        so that the vote after it comes all the same. From its first one on it is not repeated."""
+        inside = _C._updates()
+        if inside and not (self.committed and _C._shares_update()):
+            return
+        if self.unsettled:
+            if self.settle():
+                self.stop()
+            self.settled = not inside
 
     def takes_back(self, exception: BaseException) -> bool:
         """With this error the call ends: is its update taken back, as on other ranks?"""

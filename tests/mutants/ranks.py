@@ -285,4 +285,12 @@ MUTANTS = [
         "% _AGREED >= 0.0\n",
         (f"{UPDATES}::test_who_has_left_takes_part_in_the_vote_after_an_update[zero]",),
     ),
+    Mutant(
+        "update-settled-by-its-collectives",
+        "an update that makes collectives is voted on when it is over, too",
+        "oomkit/_ranks/call.py",
+        "            self.settled = not inside\n",
+        "            self.settled = True\n",
+        (f"{UPDATES}::test_an_update_that_makes_collectives_is_made_again_by_all",),
+    ),
 ]

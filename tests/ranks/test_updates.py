@@ -184,7 +184,7 @@ EACH_JOINED = {
 
 
 def _joined(name: str) -> list[dict[str, Any]]:
-    given = {"cases": JOINED | EACH_JOINED, "joined": True}
+    given = {"cases": JOINED | EACH_JOINED, "kind": "joined"}
     return [found[name] for found in results_once("updates:cases", 3, 200.0, **given)]
 
 
@@ -207,3 +207,83 @@ def test_each_place_of_an_update_is_made_by_all_that_have_not_left_or_by_none(na
     found = _joined(name)
     assert len({bool(one["error"]) for one in found}) == 1
     assert all(one["before" if one["error"] else "after"] for one in found)
+
+
+ADAM: dict[str, Any] = {"inner": "Adam"}
+MOMENTUM: dict[str, Any] = {"inner": "SGD", "options": {"momentum": 0.9}}
+EACH_ZERO = {
+    f"{kind} {options['optimizer_safety']} {hurt} {nth}, {times}{' first' * first}": {
+        **of,
+        **options,
+        "hurt": hurt,
+        "nth": nth,
+        "times": times,
+        "first": first,
+    }
+    for kind, of, options, hurt, nth, times, first in sampled(
+        [
+            (kind, of, *rest)
+            for kind, of, most in (("Adam", ADAM, 22), ("momentum", MOMENTUM, 4))
+            for rest in itertools.product(
+                (PARTS, COPY), ([0], [1], [0, 1]), range(1, most), (1, 2, None), (False, True)
+            )
+        ],
+        60,
+        "zero",
+        kind=lambda case: (case[0], str(case[2:4]), case[-1]),
+    )
+}
+"""Every place of the updates of ZeroRedundancyOptimizer, of each rank or of both."""
+ZERO: dict[str, dict[str, Any]] = {
+    "well": {**ADAM, **PARTS},
+    "scaler": {**ADAM, **PARTS, "hurt": [1], "nth": 2, "times": 1, "scaler": True},
+    "the first of two": {**ADAM, **PARTS, "hurt": [1], "nth": 2, "times": 1, "models": 2},
+    "the second of two": {**ADAM, **PARTS, "hurt": [1], "nth": 23, "times": 1, "models": 2},
+    "no broadcast made": {**ADAM, **PARTS, "hurt": [0], "breaks": 1},
+}
+
+
+def _zero(way: str = "", **cases: Any) -> list[dict[str, Any]]:
+    return results_once("updates:cases", 2, 250.0, cases=cases, kind="zero", **WAYS[way])
+
+
+def test_each_place_of_an_update_that_makes_collectives_is_made_by_all_or_by_none() -> None:
+    ended = _zero(**EACH_ZERO)
+    for name in EACH_ZERO:
+        pair = [found[name] for found in ended]
+        assert bool(pair[0]["error"]) == bool(pair[1]["error"]), name
+        assert all(one["before" if one["error"] else "after"] for one in pair), name
+        assert all("OutOfMemory: " in one["error"] for one in pair if one["error"]), name
+    assert all("None" in name for name in EACH_ZERO if ended[0][name]["error"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_that_makes_collectives_is_made_again_by_all(way: str) -> None:
+    ended = _zero(way, **ZERO)
+    for name in ZERO:
+        for found in (found[name] for found in ended):
+            assert (found["error"], found["after"], found["tight"]) == ("", True, 2), name
+            assert (found["votes"] > 3) == (name != "well"), name
+
+
+@pytest.mark.parametrize("nth", [1, 5])
+@pytest.mark.parametrize("hurt", [[0], [1], [0, 1]])
+def test_such_an_update_without_copies_is_an_error_on_all(hurt: list[int], nth: int) -> None:
+    case = {**ADAM, "hurt": hurt, "nth": nth, "times": 1}
+    said = "PartialUpdate: ZeroRedundancyOptimizer.step() ran out of memory after it had changed"
+    for rank, found in enumerate(_zero(one=case)):
+        one = found["one"]
+        of = "" if rank in hurt else f"RankError: rank {hurt[0]} cannot continue: "
+        assert one["error"].startswith(f"{of}{said}") and one["seconds"] < 5.0
+
+
+@pytest.mark.parametrize("options", [{}, PARTS, COPY])
+@pytest.mark.parametrize("at", [2, 3])
+def test_an_update_is_not_made_again_once_it_has_made_a_collective(
+    at: int, options: dict[str, Any]
+) -> None:
+    first, second = _zero(one={**ADAM, **options, "hurt": [1], "breaks": at})
+    said = "PartialUpdate: ZeroRedundancyOptimizer.step() ran out of memory after it had begun a"
+    assert second["one"]["error"].startswith(said)
+    assert first["one"]["error"].startswith(f"RankError: rank 1 cannot continue: {said}")
+    assert first["one"]["seconds"] < 5.0

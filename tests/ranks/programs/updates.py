@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,7 +77,9 @@ class Program:
         if kind == "ZeRO":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-            return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+            inner = getattr(torch.optim, self.given.get("inner", "SGD"))
+            options = {"foreach": False, "lr": 0.1, **self.given.get("options", {})}
+            return ZeroRedundancyOptimizer(model.parameters(), inner, **options)
         if kind == "Own":
             oomkit.optim.register_optimizer(Own)
             return Own(model.parameters(), lr=0.1)
@@ -120,7 +123,8 @@ class Program:
         """All that an update moves, of this rank."""
         found = [p for model in self.models for p in model.parameters()]
         for optimizer in self.optimizers:
-            for values in optimizer.state.values():
+            inner = getattr(optimizer, "optim", optimizer)  # ZeRO's, of this rank's part
+            for values in inner.state.values():
                 found += [value for value in values.values() if torch.is_tensor(value)]
         found = [getattr(t, "to_local", lambda t=t: t)().detach().clone() for t in found]
         rates = [group["lr"] for one in self.optimizers for group in one.param_groups]
@@ -255,6 +259,59 @@ def one_joined(rank: Rank, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _breaks(at: int) -> Iterator[None]:
+    """The broadcast with this number that an optimizer makes has no memory."""
+    plain, made = dist.broadcast, itertools.count(1)
+
+    def broadcast(*args: Any, **more: Any) -> Any:
+        if next(made) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return plain(*args, **more)
+
+    dist.broadcast = broadcast
+    try:
+        yield
+    finally:
+        dist.broadcast = plain
+
+
+def one_zero(rank: Rank, given: dict[str, Any]) -> dict[str, Any]:
+    """A step with ZeroRedundancyOptimizer, whose update fails on the ranks that are `hurt`, in
+    the first call or in the second one."""
+    given = {"optimizer": "ZeRO", **given}
+    torch.manual_seed(rank.rank + 1)
+    last = 0 if given.get("first") else 1
+    x, y = torch.randn(2, 8, 4), torch.randn(2, 8, 2)
+    bare, program = Program(given), Program(given)
+    for turn in range(last + 1):
+        bare.step(x[turn], y[turn])
+    options = {name: given[name] for name in ("optimizer_safety",) if name in given}
+    step = oomkit.auto_batch(program.step, verify=False, ladder=(), label="a step", **options)
+    for turn in range(last):
+        step(x[turn], y[turn])
+    hurt, trouble = rank.rank in given.get("hurt", ()), contextlib.ExitStack()
+    before, error, begun = program.state(), "", time.monotonic()
+    with Votes() as votes, trouble:
+        trouble.enter_context(_trouble(given if hurt else {}))
+        if hurt and "breaks" in given:
+            trouble.enter_context(_breaks(given["breaks"]))
+        error = _told(lambda: step(x[last], y[last]))
+    seconds = time.monotonic() - begun
+    after = program.state()
+    return {
+        "error": error,
+        "tight": votes.tight(),
+        "before": _same(after, before),
+        "after": _same(after, bare.state()),
+        "votes": votes.count,
+        "seconds": seconds,
+    }
+
+
+KINDS = {"one": one, "joined": one_joined, "zero": one_zero}
+
+
 def cases(rank: Rank) -> dict[str, Any]:
     """All in one process group, one after the other."""
     rank.votes_by()
@@ -266,5 +323,5 @@ def cases(rank: Rank) -> dict[str, Any]:
     found = {}
     for name, given in rank.arguments["cases"].items():
         print(name, flush=True)
-        found[name] = (one_joined if rank.arguments.get("joined") else one)(rank, given)
+        found[name] = KINDS[rank.arguments.get("kind", "one")](rank, given)
     return found
