@@ -28,6 +28,7 @@ typedef struct slot {
     _Atomic int64_t word[2];
     _Atomic uint64_t tag[2];
     _Atomic uint64_t told[2]; /* the round, and how many steps in it: see told_of() */
+    _Atomic uint64_t holds;   /* the round that nobody may leave yet, or 0 */
     alignas(LINE) _Atomic uint32_t writes; /* odd while `text` is being written */
     _Atomic uint32_t gone;
     _Atomic char text[OOMKIT_VOTE_TEXT];
@@ -167,7 +168,10 @@ oomkit_vote_leave(oomkit_vote *vote)
 int
 oomkit_vote_has_come(const oomkit_vote *vote, uint32_t rank)
 {
-    return atomic_load(&vote->memory->slots[rank].round) >= vote->round;
+    const slot *one = &vote->memory->slots[rank];
+
+    return atomic_load(&one->round) >= vote->round &&
+           atomic_load(&one->holds) != vote->round;
 }
 
 uint64_t
@@ -176,14 +180,48 @@ oomkit_vote_tag(const oomkit_vote *vote, uint32_t rank)
     return atomic_load(&vote->memory->slots[rank].tag[vote->round & 1]);
 }
 
-/* How many, from `first` on, have come; then also what they say. */
+/* How many, from `first` on, have come; then also what they say. Where all have, it is
+ * looked again for one that holds the round: it had begun before the last one came. */
 static uint32_t
 vote_come(const oomkit_vote *vote, uint32_t first)
 {
+    uint32_t holder = 0;
+
     while (first < vote->world && oomkit_vote_has_come(vote, first)) {
         first++;
     }
-    return first;
+    while (first == vote->world && holder < vote->world &&
+           oomkit_vote_has_come(vote, holder)) {
+        holder++;
+    }
+    return first < vote->world ? first : holder;
+}
+
+int
+oomkit_vote_hold(oomkit_vote *vote)
+{
+    slot *slots = vote->memory->slots;
+    uint32_t come = 0;
+
+    if (!vote->waits) {
+        return 1;
+    }
+    /* Before the look at the others: who comes after it sees this. */
+    atomic_store(&slots[vote->rank].holds, vote->round);
+    while (come < vote->world && atomic_load(&slots[come].round) >= vote->round) {
+        come++;
+    }
+    if (come == vote->world) {
+        oomkit_vote_release(vote);
+    }
+    return come < vote->world;
+}
+
+void
+oomkit_vote_release(oomkit_vote *vote)
+{
+    atomic_store(&vote->memory->slots[vote->rank].holds, 0);
+    event_tell(vote->memory);
 }
 
 /* Steps that a rank has told of in a round. */

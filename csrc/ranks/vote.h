@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define OOMKIT_VOTE_FORMAT 2   /* of the shared memory */
+#define OOMKIT_VOTE_FORMAT 3   /* of the shared memory */
 #define OOMKIT_VOTE_TEXT 480   /* bytes of a rank's last words, with the final zero */
 #define OOMKIT_VOTE_STEPS 1024 /* of a round, that one rank may be ahead of another */
 
@@ -74,7 +74,7 @@ oomkit_vote_wait(oomkit_vote *vote, uint64_t sleep_ns, oomkit_voted *voted);
 /* This rank waits no longer, whether all have come or not. */
 void
 oomkit_vote_leave(oomkit_vote *vote);
-/* Has this rank come to the round that is under way? */
+/* Has this rank come to the round that is under way, and does not hold it? */
 int
 oomkit_vote_has_come(const oomkit_vote *vote, uint32_t rank);
 /* What it votes on at present. */
@@ -86,6 +86,14 @@ oomkit_vote_tag(const oomkit_vote *vote, uint32_t rank);
  * which. Not where a rank has cast a word of at least `stop` for this round. */
 oomkit_told
 oomkit_vote_tell(oomkit_vote *vote, int64_t what, int64_t stop);
+/* This rank, which waits, may be about to tell of a step that it alone knows of: nobody
+ * leaves the round before it has released it, for who has left makes no more steps of
+ * it. 0 where all have come already, so that some may have left: then it must not tell
+ * of one before its next round. 1 also where it does not wait: its round goes on. */
+int
+oomkit_vote_hold(oomkit_vote *vote);
+void
+oomkit_vote_release(oomkit_vote *vote);
 /* After OOMKIT_VOTE_BEHIND: which step is to be made next. */
 int64_t
 oomkit_vote_step(const oomkit_vote *vote);

@@ -136,7 +136,10 @@ vote_late(const vote_object *self, uint32_t *rank)
 {
     const process *one;
 
-    for (*rank = 0; oomkit_vote_has_come(&self->vote, *rank); ++*rank) {
+    for (*rank = 0; *rank + 1 < self->vote.world; ++*rank) {
+        if (!oomkit_vote_has_come(&self->vote, *rank)) {
+            break; /* else it is the last one; or who held the round has just let it go */
+        }
     }
     one = &self->processes[*rank];
     return oomkit_process_look(one->pid, one->started) == OOMKIT_PROCESS_STOPPED
@@ -239,6 +242,19 @@ vote_tell(PyObject *op, PyObject *args)
         return NULL;
     }
     return PyLong_FromLong(oomkit_vote_tell(&vote_CAST(op)->vote, what, stop));
+}
+
+static PyObject *
+vote_hold(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    return PyBool_FromLong(oomkit_vote_hold(&vote_CAST(op)->vote));
+}
+
+static PyObject *
+vote_release(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    oomkit_vote_release(&vote_CAST(op)->vote);
+    Py_RETURN_NONE;
 }
 
 static PyObject *
@@ -361,6 +377,10 @@ static PyMethodDef vote_methods[] = {
      "0: the others are told of this step; 1 a rank has cast at least `stop`, 2 "
      "another "
      "one makes another step, 3 it is too far behind."},
+    {"hold", vote_hold, METH_NOARGS,
+     "hold($self, /)\n--\n\nMay it tell of a step that it alone knows of? Nobody leaves "
+     "the round before release()."},
+    {"release", vote_release, METH_NOARGS, "release($self, /)\n--\n\nThey may."},
     {"tag", vote_tag, METH_O, "tag($self, rank, /)\n--\n\nWhat it votes on."},
     {"say", vote_say, METH_VARARGS,
      "say($self, text, gone=False, /)\n--\n\nFor the others."},

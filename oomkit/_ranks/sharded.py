@@ -450,13 +450,6 @@ class Sharded(Call):
             return _ALL_TOLD
         if mask < _KEPT:
             return mask
-        if self.world.is_nested:
-            # While the first rank of a machine fetches the mask of a step that another machine
-            # has told of, the others here may leave the vote in which they would follow it.
-            raise self.cannot(
-                f"some of more than {_BITS} parameters of a fully_shard() group have no gradient, "
-                "which is not supported over several machines with more than one rank each"
-            )
         return _KEPT | self.world.others.keep(mask, _BITS)
 
     def _mask_of(self, told: int) -> int:

@@ -285,7 +285,14 @@ class Nodes:
                 continue
             at, step = self.others.read_step(machine, self._made % _STEPS)
             if at == self._at():
-                follow(step)
+                # Others of this machine are told of it by this rank alone: who has left the round
+                # that it waits in would not make it. It is made in the next one then.
+                if not self.within.own.hold():
+                    return False
+                try:
+                    follow(step)
+                finally:
+                    self.within.own.release()
                 return True
             if at[0] == self._votes and at[1] > self._made:
                 raise error(f"ranks of another machine are too far ahead{_C.see('distributed')}")

@@ -33,7 +33,7 @@ from .. import _C
 from .others import Others, error
 from .ways import AGAIN, FATAL, FINE, Follow, Gloo, Nodes, Shared, memory_bytes
 
-PROTOCOL = 6  # what ranks say to each other; grows when that changes
+PROTOCOL = 7  # what ranks say to each other; grows when that changes
 _SHARED = "/dev/shm"
 _generations = itertools.count()
 _COLLECTIVES = (
@@ -256,11 +256,6 @@ class World:
         self._later.clear()
 
     # ---- voting
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether there are several machines, and more than one rank on one of them."""
-        return isinstance(self._way, Nodes) and self.size > len(self.others.nodes)
 
     @property
     def shared(self) -> bool:

@@ -293,4 +293,18 @@ MUTANTS = [
         "            self.settled = True\n",
         (f"{UPDATES}::test_an_update_that_makes_collectives_is_made_again_by_all",),
     ),
+    Mutant(
+        "held-round-left",
+        "nobody leaves a round of a machine while its first rank may still tell of a step",
+        "csrc/ranks/vote.c",
+        "    return first < vote->world ? first : holder;\n",
+        "    return first;\n",
+        ("ranks/test_vote.py::test_the_vote[plain]",),
+        also=(
+            (
+                " &&\n           atomic_load(&one->holds) != vote->round;\n",
+                ";\n",
+            ),
+        ),
+    ),
 ]

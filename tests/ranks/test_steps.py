@@ -315,10 +315,13 @@ def test_a_group_may_have_any_number_of_parameters(used: str) -> None:
     assert first[2] == second[2] == 6
 
 
-def test_a_long_mask_is_refused_over_machines_of_several_ranks() -> None:
-    """A rank might leave the vote in which it would follow: no rank waits for it."""
-    for text in results_of("shards:refused", 3, nodes=[1, 2]):
-        assert "37 parameters" in text
+@pytest.mark.parametrize("nodes", [[1, 2], [2, 2]], ids=str)
+def test_so_it_may_over_machines_of_several_ranks(nodes: list[int]) -> None:
+    """Their first ranks fetch what is left out while others of theirs come to the vote."""
+    found = results_of("shards:many", sum(nodes), nodes=nodes, used="most")
+    assert max(far for far, *_ in found) < 1e-12
+    assert [count for _, count, _ in found] == [len(shards.USED["most"])] * sum(nodes)
+    assert [fired for *_, fired in found] == [6, 6, 0, 0][: sum(nodes)]
 
 
 def test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept() -> None:

@@ -14,6 +14,7 @@
 
 #define EPOCH UINT64_C(77)
 #define ROUNDS 3000
+#define HELD_ROUNDS 300
 #define SLEEP_NS UINT64_C(1000000)
 #define MOST_RANKS 8
 
@@ -205,6 +206,97 @@ test_steps_of_others(void)
     munmap(memory, oomkit_vote_bytes(2));
 }
 
+/* A step that only one of them knows of: nobody leaves the round before it is told. */
+static void
+test_a_round_is_held(void)
+{
+    oomkit_vote first, second;
+    oomkit_voted voted;
+    void *memory = shared(2);
+
+    CHECK(oomkit_vote_open(&first, memory, 2, 0, EPOCH) == 0);
+    CHECK(oomkit_vote_open(&second, memory, 2, 1, EPOCH) == 0);
+    CHECK(oomkit_vote_hold(&first)); /* it does not wait: its round goes on */
+    oomkit_vote_release(&first);
+    oomkit_vote_cast(&first, 0, 9);
+    CHECK(oomkit_vote_hold(&first));
+    oomkit_vote_cast(&second, 0, 9);
+    CHECK(!oomkit_vote_has_come(&second, 0));
+    CHECK(oomkit_vote_wait(&second, SLEEP_NS, &voted) == OOMKIT_VOTE_WAITS);
+    CHECK(oomkit_vote_tell(&first, 10, INT64_MAX) == OOMKIT_TOLD);
+    CHECK(oomkit_vote_wait(&second, SLEEP_NS, &voted) == OOMKIT_VOTE_BEHIND);
+    CHECK(oomkit_vote_tell(&second, 10, INT64_MAX) == OOMKIT_TOLD);
+    CHECK(oomkit_vote_wait(&second, SLEEP_NS, &voted) == OOMKIT_VOTE_WAITS);
+    oomkit_vote_release(&first);
+    CHECK(oomkit_vote_wait(&second, 0, &voted) == OOMKIT_VOTE_DONE);
+    CHECK(!oomkit_vote_hold(&first)); /* the other one has left */
+    CHECK(oomkit_vote_wait(&first, 0, &voted) == OOMKIT_VOTE_DONE);
+    oomkit_vote_cast(&second, 0, 9);
+    CHECK(oomkit_vote_hold(&first) && !oomkit_vote_has_come(&second, 0));
+    oomkit_vote_cast(&first, 0, 9);
+    CHECK(oomkit_vote_wait(&first, 0, &voted) == OOMKIT_VOTE_DONE);
+    CHECK(oomkit_vote_wait(&second, 0, &voted) == OOMKIT_VOTE_DONE);
+    munmap(memory, oomkit_vote_bytes(2));
+}
+
+/* The first one finds a step now and then while it waits: all make as many of them. How
+ * often one had made another number of them. */
+static void *
+follower_run(void *argument)
+{
+    voter *self = argument;
+    _Atomic int *made = (_Atomic int *)((char *)self->memory +
+                                        oomkit_vote_bytes(self->world)); /* by the first */
+    oomkit_vote vote;
+    oomkit_voted voted;
+    int round, mine;
+
+    self->wrong = oomkit_vote_open(&vote, self->memory, self->world, self->rank, EPOCH);
+    for (round = 0; round < HELD_ROUNDS && self->wrong == 0; round++) {
+        oomkit_vote_state state = OOMKIT_VOTE_WAITS;
+        mine = 0;
+        oomkit_vote_cast(&vote, 0, 5);
+        while (state != OOMKIT_VOTE_DONE) {
+            state = oomkit_vote_wait(&vote, self->rank == 0 ? 1000 : SLEEP_NS, &voted);
+            if (state == OOMKIT_VOTE_BEHIND) {
+                mine += oomkit_vote_tell(&vote, oomkit_vote_step(&vote), INT64_MAX) ==
+                        OOMKIT_TOLD;
+            } else if (state == OOMKIT_VOTE_WAITS && self->rank == 0 &&
+                       mine < 3 && oomkit_vote_hold(&vote)) {
+                mine += oomkit_vote_tell(&vote, round, INT64_MAX) == OOMKIT_TOLD;
+                atomic_store(&made[round], mine);
+                oomkit_vote_release(&vote);
+            }
+        }
+        self->wrong += atomic_load(&made[round]) != mine;
+    }
+    return NULL;
+}
+
+static void
+test_all_make_what_one_finds(uint32_t world)
+{
+    voter voters[MOST_RANKS];
+    const size_t bytes = oomkit_vote_bytes(world) + HELD_ROUNDS * sizeof(_Atomic int);
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                        -1, 0);
+    uint32_t i;
+
+    if (memory == MAP_FAILED) {
+        abort();
+    }
+    oomkit_vote_format(memory, world, EPOCH);
+    for (i = 0; i < world; i++) {
+        voters[i] = (voter){.memory = memory, .world = world, .rank = i};
+        CHECK(pthread_create(&voters[i].thread, NULL, follower_run, &voters[i]) == 0);
+    }
+    for (i = 0; i < world; i++) {
+        pthread_join(voters[i].thread, NULL);
+        CHECK(voters[i].wrong == 0);
+    }
+    munmap(memory, bytes);
+}
+
 static void
 test_last_words(void)
 {
@@ -257,9 +349,12 @@ main(void)
     test_only_the_same_epoch_opens();
     test_who_has_not_come();
     test_steps_of_others();
+    test_a_round_is_held();
     test_last_words();
     test_processes_are_looked_at();
     test_processes_do();
+    test_all_make_what_one_finds(2);
+    test_all_make_what_one_finds(3);
     test_all_get_the_largest(1);
     test_all_get_the_largest(2);
     test_all_get_the_largest(4);

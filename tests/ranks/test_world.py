@@ -56,6 +56,12 @@ def test_votes_on_different_matters_are_an_error(way: str) -> None:
         assert "must be called alike on all ranks" in found
 
 
+@pytest.mark.parametrize("when", ["found", "told"])
+def test_a_rank_that_comes_late_makes_what_its_first_rank_has_found_elsewhere(when: str) -> None:
+    """Else that rank would have left the round in which it is told of the step."""
+    assert results_of("world:comes_late", 3, nodes=[2, 1], when=when) == [[7]] * 3
+
+
 MISSED = [
     (way, how, victim)
     for way in ("2 + 2", "1 + 3", "1 + 1", "2 + 2 by gloo", "gloo of three")

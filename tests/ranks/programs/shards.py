@@ -83,14 +83,3 @@ def many(rank: Rank) -> list[Any]:
                 far = max(far, _far(_gradients(model), expected))
                 fired += fault.fired
     return [far, sum(g is not None for g in expected), fired]
-
-
-def refused(rank: Rank) -> str:
-    """What a healthy step ends in."""
-    prepare(rank)
-    model, x = _sharded("most")
-    try:
-        oomkit.auto_batch(lambda x: _train(model, x), verify=False, model=model)(x)
-    except oomkit.RankError as error:
-        return str(error)
-    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import itertools
 import os
 import runpy
@@ -94,6 +96,53 @@ def of_a_way(rank: Rank) -> list[Any]:
         found.append(program(one))
         dist.destroy_process_group()
     return found
+
+
+def comes_late(rank: Rank) -> list[int]:
+    """Rank 2 of another machine makes a step, which rank 0 finds while it waits for rank 1 of its
+    own: that one comes when it has been found, or when it is about to be told of here."""
+    rank.votes_by()
+    rank.join(20.0)
+    world, when, made = worlds.meet(), rank.arguments["when"], []
+    way: Any = world._way
+    store: Any = dist.distributed_c10d._get_default_store()
+    plain_read, plain_over = world.others.read_step, way._over
+
+    def lets_come() -> None:
+        """Rank 1 votes, and has the time to leave the round."""
+        if rank.rank == 0 and not store.check(["may come"]):
+            store.set("may come", "")
+            while way.within.own.tag(1) != 1:
+                time.sleep(0.001)
+            with contextlib.suppress(Exception):
+                store.wait(["left"], datetime.timedelta(seconds=1.0))
+
+    def read_step(machine: int, place: int) -> Any:
+        found = plain_read(machine, place)
+        if when == "found" and found[0] == way._at():
+            lets_come()
+        return found
+
+    def over(*given: Any) -> Any:
+        if rank.rank == 1:
+            store.set("left", "")
+        return plain_over(*given)
+
+    def follow(step: int) -> None:
+        if when == "told":
+            lets_come()
+        world.tell(step, ways.NEVER)
+        dist.all_reduce(torch.zeros(1))
+        made.append(step)
+
+    world.others.read_step, way._over = read_step, over  # type: ignore[method-assign]
+    world.begin(True)
+    if rank.rank == 1:
+        store.wait(["may come"])
+    if rank.rank == 2:
+        follow(7)
+    world.vote(ways.FINE, 1, follow)
+    return made
 
 
 def one_is_missed(rank: Rank) -> dict[str, Any]:
