@@ -559,9 +559,7 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
         if kind is Agreement:
             world.known.update(models)
             return _begin(world, step, models, kind, joined)
-        if world.follows:
-            return _begin(world, step, models, kind)
-        why = "fully_shard() needs memory that ranks of a machine can share (/dev/shm)"
+        return _begin(world, step, models, kind)
     if weighs and dist.get_world_size() > 1:
         raise _C.SplitError(
             f"auto_batch(global_weight=True) cannot weigh {label} over all ranks: {why}"

@@ -6,7 +6,7 @@ came of it. Where no memory is to be had all vote over gloo.
 
 What ranks of a machine tell each other of their steps, the first of each writes into the store of
 the process group, where first ranks that wait look for those of other machines. They make them,
-and so do the others of their machine.
+and so do the others of their machine. Without memory each rank writes and looks there for itself.
 """
 
 from __future__ import annotations
@@ -176,21 +176,72 @@ class Shared:
             struct.pack_into(f"={_NUMBERS + 1}d", self._row(rank), 0, *row)
 
 
+class Steps:
+    """Those that ranks which share no memory make together: each place of them, a machine or a
+    rank, tells of its own in the store of the process group."""
+
+    def __init__(self, others: Others, place: int, places: int) -> None:
+        self._others = others
+        self._place = place
+        self._elsewhere = [other for other in range(places) if other != place]
+        self._votes = 0
+        self._made = 0  # since the last one
+
+    def _at(self) -> tuple[int, int]:
+        return self._votes, self._made
+
+    def made(self, step: int, tells: bool) -> None:
+        if tells:
+            self._others.write_step(self._place, self._made % _STEPS, self._at(), step)
+        self._made += 1
+
+    def voted(self) -> None:
+        self._votes, self._made = self._votes + 1, 0
+
+    def found(self) -> int | None:
+        """The next one, if another place has begun it."""
+        for place in self._elsewhere:
+            at, step = self._others.read_step(place, self._made % _STEPS)
+            if at == self._at():
+                return step
+            if at[0] == self._votes and at[1] > self._made:
+                raise error(f"ranks elsewhere are too far ahead{_C.see('distributed')}")
+        return None
+
+
 class Gloo:
     """Ranks of a gloo group."""
 
     shared = False
+    follows = False
+    """Ranks tell each other of the steps that they make together."""
 
     def __init__(self, others: Others, patience: datetime.timedelta, group: Any) -> None:
         self.others, self.patience = others, patience
+        self.steps = Steps(others, others.rank, len(others.told))
         self._group = group
         self._pending: list[Any] = []
 
     def tell(self, step: int, stop: int) -> int:
+        if self.follows:
+            self.steps.made(step, tells=True)
         return TOLD
 
+    def _elsewhere(self, follow: Follow) -> bool:
+        """Make the next step that another rank has begun, if there is one."""
+        step = self.steps.found()
+        if step is not None:
+            follow(step)
+        return step is not None
+
     def vote(self, word: int, matter: int, follow: Follow | None, seconds: float) -> Voted:
-        return self.largest(word, self.others.rank, matter, True)
+        meanwhile = None
+        if follow is not None and self.follows:
+            meanwhile = functools.partial(self._elsewhere, follow)
+        try:
+            return self.largest(word, self.others.rank, matter, True, meanwhile)
+        finally:
+            self.steps.voted()
 
     def largest(
         self, word: int, rank: int, matter: int, same: bool, meanwhile: Meanwhile | None = None
@@ -202,6 +253,7 @@ class Gloo:
         return *_unpacked(packed), most == -least
 
     def give_up(self, matter: int) -> None:
+        self.steps.voted()
         self.post(self.others.rank, matter)
 
     def post(self, rank: int, matter: int) -> None:
@@ -261,42 +313,28 @@ class Nodes:
         self.others = others
         self.within, self.leaders = within, leaders
         self.leads = others.here[0] == others.rank
-        self._machine = others.nodes.index(others.here)
-        self._votes = 0
-        self._made = 0  # steps since the last one
+        self.steps = Steps(others, others.nodes.index(others.here), len(others.nodes))
 
     def tell(self, step: int, stop: int) -> int:
         if not self.follows:
             return TOLD
         told = self.within.tell(step, stop)
         if told == TOLD:
-            if self.leads:
-                self.others.write_step(self._machine, self._made % _STEPS, self._at(), step)
-            self._made += 1
+            self.steps.made(step, tells=self.leads)
         return told
-
-    def _at(self) -> tuple[int, int]:
-        return self._votes, self._made
 
     def _elsewhere(self, follow: Follow) -> bool:
         """Make the next step that ranks of another machine have begun, if there is one."""
-        for machine in range(len(self.others.nodes)):
-            if machine == self._machine:
-                continue
-            at, step = self.others.read_step(machine, self._made % _STEPS)
-            if at == self._at():
-                # Others of this machine are told of it by this rank alone: who has left the round
-                # that it waits in would not make it. It is made in the next one then.
-                if not self.within.own.hold():
-                    return False
-                try:
-                    follow(step)
-                finally:
-                    self.within.own.release()
-                return True
-            if at[0] == self._votes and at[1] > self._made:
-                raise error(f"ranks of another machine are too far ahead{_C.see('distributed')}")
-        return False
+        step = self.steps.found()
+        # Others of this machine are told of it by this rank alone: who has left the round that it
+        # waits in would not make it. Where that may be, it is made in the next one.
+        if step is None or not self.within.own.hold():
+            return False
+        try:
+            follow(step)
+        finally:
+            self.within.own.release()
+        return True
 
     def vote(self, word: int, matter: int, follow: Follow | None, seconds: float) -> Voted:
         follow = follow if self.follows else None
@@ -313,7 +351,7 @@ class Nodes:
                 return voted
             return self._over(voted, matter, seconds, follow)
         finally:
-            self._votes, self._made = self._votes + 1, 0
+            self.steps.voted()
 
     def _over(self, voted: Voted, matter: int, seconds: float, follow: Follow | None) -> Voted:
         """The same of all machines, which the first rank here learns and tells."""
@@ -369,7 +407,7 @@ class Nodes:
             raise self.others.missed("ranks of another machine miss a rank")
 
     def give_up(self, matter: int) -> None:
-        self._votes, self._made = self._votes + 1, 0
+        self.steps.voted()
         self.within.give_up(matter)
         if self.leads:
             self.leaders.give_up(matter)

@@ -238,18 +238,13 @@ class World:
         self._store.wait([key], self.patience)
         return bytes(self._store.get(key))
 
-    @property
-    def follows(self) -> bool:
-        """Can ranks tell each other of the steps that they make together?"""
-        return not isinstance(self._way, Gloo)
-
     def enters(self) -> None:
         """A call in this thread."""
         self.thread = threading.get_ident()
 
     def begin(self, follows: bool) -> None:
         """A call that is agreed on, of a model that is sharded or of another one."""
-        if isinstance(self._way, Nodes):
+        if not isinstance(self._way, Shared):
             self._way.follows = follows
         self.calls += 1
         self.others.call = self.calls

@@ -209,8 +209,8 @@ MUTANTS = [
         "who waits in a vote takes part in what ranks of other machines gather",
         "oomkit/_ranks/ways.py",
         "            if at == self._at():\n",
-        "            if at == self._at() and machine < 0:\n",
-        (f"{STEPS}::test_it_reaches_ranks_of_other_machines_in_their_gathers[[1, 1]]",),
+        "            if at == self._at() and place < 0:\n",
+        (f"{STEPS}::test_it_reaches_ranks_that_share_no_memory_in_their_gathers[1 + 1]",),
     ),
     Mutant(
         "unknown-optimizer-not-voted-on",

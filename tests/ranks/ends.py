@@ -53,6 +53,7 @@ def one_end(how: str, sharded: bool, seed: int) -> Ends:
     machines = draw.choice((1, 1, 2))
     given = {"how": how, "sharded": sharded, "option": option, "seed": seed}
     given["nodes"] = [world // machines] * machines
+    given["gloo"] = machines == 1 and draw.random() < 0.25  # no memory to share
     found = Ends(1)
     with started("ends:one_ends", world, 100.0, **given) as (processes, finish):
         if how == "stop":
@@ -85,9 +86,10 @@ def ends(how: str, sharded: bool, numbers: range, seed: int) -> Ends:
 def table(found: dict[tuple[bool, str], Ends], seed: int, said: list[str]) -> str:
     lines = [
         "One rank that ends at a random place of a step, of 2 ranks or (one in ten) 4, one in",
-        "three on two machines, in two of three of them with an out-of-memory error on some rank",
-        f"in the same step. Each other rank must get an error that names it, within {LIMIT:.0f}",
-        "seconds: RankError, or torch's error with a note. Seconds are from the end of the one to",
+        "three on two machines and one in six without memory to share, in two of three with an",
+        "out-of-memory error on some rank in the same step. Each other rank must get an error",
+        f"that names it, within {LIMIT:.0f} seconds: RankError, or torch's error with a note.",
+        "Seconds are from the end of the one to",
         f"the error of the other; for one that is stopped the {PATIENCE:.0f} that the process",
         "group was told to wait are in them.",
         "",

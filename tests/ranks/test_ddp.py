@@ -73,6 +73,19 @@ def test_where_not_all_ranks_share_memory(world: int, given: dict[str, object]) 
 
 
 @pytest.mark.parametrize(
+    ("options", "world"),
+    [([o], 2) for o in fsdp.OPTIONS] + [([o], 4) for o in fsdp.OF_FOUR]
+    if WHOLE
+    else [(["plain"], 2), (["parts"], 3), (["hsdp"], 4)],
+    ids=str,
+)
+def test_where_no_ranks_share_memory_sharded(options: list[str], world: int) -> None:
+    stride = 4 * world if WHOLE else 30 * world
+    given = {"kinds": ["last", "pair"], "at": [1], "stride": stride, "gloo": True}
+    _sweep("fsdp", world, options, **given)
+
+
+@pytest.mark.parametrize(
     ("options", "nodes"),
     [([o], nodes) for o in fsdp.OPTIONS for nodes in ([1, 1], [2, 2])]
     if WHOLE

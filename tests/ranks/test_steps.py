@@ -272,19 +272,18 @@ def test_it_reaches_ranks_that_share_no_memory_where_nothing_overlaps(
             assert seconds < 5.0
 
 
-@pytest.mark.parametrize("nodes", [[1, 1], [2, 2]], ids=str)
-def test_it_reaches_ranks_of_other_machines_in_their_gathers(nodes: list[int]) -> None:
-    found = results_of("steps:caught", sum(nodes), nodes=nodes, sharded=True)
+@pytest.mark.parametrize(
+    "where",
+    [{"nodes": [1, 1]}, {"nodes": [2, 2]}, {"nodes": [1, 1], "gloo": True}],
+    ids=["1 + 1", "2 + 2", "gloo"],
+)
+def test_it_reaches_ranks_that_share_no_memory_in_their_gathers(where: dict[str, Any]) -> None:
+    found = results_of("steps:caught", sum(where["nodes"]), sharded=True, **where)
     for rank, (said, seconds) in enumerate(found):
         error = "ValueError: a label that there is not"
         third = error if rank == 1 else f"RankError: rank 1 cannot continue: {error}"
         assert [message_of(text) for text in said] == ["nothing", "nothing", third, "nothing"]
         assert seconds < 5.0
-
-
-def test_shards_need_memory_that_ranks_of_a_machine_share() -> None:
-    for found in results_of("steps:refused", 2, gloo=True, how=["fsdp, no memory"]):
-        assert "fully_shard() needs memory that ranks of a machine can share" in found[0]
 
 
 def test_ranks_of_several_machines_that_fail_alike_have_their_own_errors() -> None:
@@ -315,12 +314,18 @@ def test_a_group_may_have_any_number_of_parameters(used: str) -> None:
     assert first[2] == second[2] == 6
 
 
-@pytest.mark.parametrize("nodes", [[1, 2], [2, 2]], ids=str)
-def test_so_it_may_over_machines_of_several_ranks(nodes: list[int]) -> None:
-    """Their first ranks fetch what is left out while others of theirs come to the vote."""
-    found = results_of("shards:many", sum(nodes), nodes=nodes, used="most")
+@pytest.mark.parametrize(
+    "where",
+    [{"nodes": [1, 2]}, {"nodes": [2, 2]}, {"nodes": [1, 1], "gloo": True}],
+    ids=["1 + 2", "2 + 2", "gloo"],
+)
+def test_so_it_may_where_not_all_ranks_share_memory(where: dict[str, Any]) -> None:
+    """On machines of several ranks the first ones fetch what is left out while others of theirs
+    come to the vote."""
+    nodes = where["nodes"]
+    found = results_of("shards:many", sum(nodes), used="last", **where)
     assert max(far for far, *_ in found) < 1e-12
-    assert [count for _, count, _ in found] == [len(shards.USED["most"])] * sum(nodes)
+    assert [count for _, count, _ in found] == [len(shards.USED["last"])] * sum(nodes)
     assert [fired for *_, fired in found] == [6, 6, 0, 0][: sum(nodes)]
 
 

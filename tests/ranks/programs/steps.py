@@ -433,7 +433,6 @@ def _refused_fsdp(how: str) -> Any:
         "fsdp, replicas": lambda: model.set_requires_all_reduce(False),
         "fsdp, open": lambda: model.set_is_last_backward(False),
         "fsdp, another torch": lambda: None,
-        "fsdp, no memory": lambda: None,
         "fsdp, hook": lambda: model.set_all_reduce_hook(lambda tensor: None),
     }[how]()
     return model

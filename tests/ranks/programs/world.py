@@ -119,7 +119,7 @@ def comes_late(rank: Rank) -> list[int]:
 
     def read_step(machine: int, place: int) -> Any:
         found = plain_read(machine, place)
-        if when == "found" and found[0] == way._at():
+        if when == "found" and found[0] == way.steps._at():
             lets_come()
         return found
 
