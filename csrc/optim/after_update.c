@@ -154,11 +154,12 @@ oomkit_update_failed_shared(oomkit_call *call, PyObject *optimizer)
     oomkit_update_broke_off(call, optimizer);
     oomkit_exception_discard(call->st, oomkit_exception_take());
     call->refused.raised = 1;
-    oomkit_raise(call->st->PartialUpdate,
-                 "%s.step() ran out of memory after it had begun a collective of all "
-                 "ranks, so that the update is half done and cannot be undone: restore a "
-                 "checkpoint on all ranks" SEE("partial-update"),
-                 Py_TYPE(optimizer)->tp_name);
+    oomkit_raise(
+        call->st->PartialUpdate,
+        "%s.step() ran out of memory after it had begun a collective of all "
+        "ranks, so that the update is half done and cannot be undone: restore a "
+        "checkpoint on all ranks" SEE("partial-update"),
+        Py_TYPE(optimizer)->tp_name);
     return 1;
 }
 

@@ -17,9 +17,9 @@ oomkit_updated(oomkit_call *call, oomkit_memo **found);
  * were not found it is not known how many there are. */
 int
 oomkit_updates_are_left(const oomkit_call *call);
-/* Has it failed with an out-of-memory error (in flight) after it had begun a collective,
- * which the other ranks make once? 1: then it cannot be made again, and the error in
- * flight says so. */
+/* Has it failed with an out-of-memory error (in flight) after it had begun a
+ * collective, which the other ranks make once? 1: then it cannot be made again, and the
+ * error in flight says so. */
 int
 oomkit_update_failed_shared(oomkit_call *call, PyObject *optimizer);
 /* Before a scaler's real update(): its scale, which update() changes in place. 0 or -1.

@@ -73,7 +73,8 @@ oomkit_update_runs_alone(const oomkit_call *call)
     return call->updating.depth > 0 && !call->updating.closure;
 }
 
-/* Has it begun a collective with the other ranks, who make each of its collectives once?
+/* Has it begun a collective with the other ranks, who make each of its collectives
+ * once?
  */
 static inline int
 oomkit_update_is_shared(const oomkit_call *call)

@@ -138,7 +138,8 @@ vote_late(const vote_object *self, uint32_t *rank)
 
     for (*rank = 0; *rank + 1 < self->vote.world; ++*rank) {
         if (!oomkit_vote_has_come(&self->vote, *rank)) {
-            break; /* else it is the last one; or who held the round has just let it go */
+            break; /* else it is the last one; or who held the round has just let it go
+                    */
         }
     }
     one = &self->processes[*rank];
@@ -378,7 +379,8 @@ static PyMethodDef vote_methods[] = {
      "another "
      "one makes another step, 3 it is too far behind."},
     {"hold", vote_hold, METH_NOARGS,
-     "hold($self, /)\n--\n\nMay it tell of a step that it alone knows of? Nobody leaves "
+     "hold($self, /)\n--\n\nMay it tell of a step that it alone knows of? Nobody "
+     "leaves "
      "the round before release()."},
     {"release", vote_release, METH_NOARGS, "release($self, /)\n--\n\nThey may."},
     {"tag", vote_tag, METH_O, "tag($self, rank, /)\n--\n\nWhat it votes on."},

@@ -245,8 +245,9 @@ static void *
 follower_run(void *argument)
 {
     voter *self = argument;
-    _Atomic int *made = (_Atomic int *)((char *)self->memory +
-                                        oomkit_vote_bytes(self->world)); /* by the first */
+    _Atomic int *made =
+        (_Atomic int *)((char *)self->memory +
+                        oomkit_vote_bytes(self->world)); /* by the first */
     oomkit_vote vote;
     oomkit_voted voted;
     int round, mine;
@@ -261,8 +262,8 @@ follower_run(void *argument)
             if (state == OOMKIT_VOTE_BEHIND) {
                 mine += oomkit_vote_tell(&vote, oomkit_vote_step(&vote), INT64_MAX) ==
                         OOMKIT_TOLD;
-            } else if (state == OOMKIT_VOTE_WAITS && self->rank == 0 &&
-                       mine < 3 && oomkit_vote_hold(&vote)) {
+            } else if (state == OOMKIT_VOTE_WAITS && self->rank == 0 && mine < 3 &&
+                       oomkit_vote_hold(&vote)) {
                 mine += oomkit_vote_tell(&vote, round, INT64_MAX) == OOMKIT_TOLD;
                 atomic_store(&made[round], mine);
                 oomkit_vote_release(&vote);
@@ -278,8 +279,8 @@ test_all_make_what_one_finds(uint32_t world)
 {
     voter voters[MOST_RANKS];
     const size_t bytes = oomkit_vote_bytes(world) + HELD_ROUNDS * sizeof(_Atomic int);
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                        -1, 0);
+    void *memory =
+        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     uint32_t i;
 
     if (memory == MAP_FAILED) {
