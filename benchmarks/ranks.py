@@ -3,7 +3,8 @@
 Ranks are processes of this machine, over gloo. With `--machines 2+2` they vote as those of several
 do, the ranks of each in memory and then their first ones over gloo, but with no network between.
 Figures are rank 0's, in microseconds. With more ranks than idle cores they say how the system gives
-out cores: the load is printed with them.
+out cores: the load is printed with them. `--blocks 60` measures healthy steps alone, in so many
+blocks of 10 or 20, bare and decorated in turn: it tells what is less than single steps differ by.
 """
 
 from __future__ import annotations
@@ -104,9 +105,8 @@ def _model(kind: str, width: int) -> tuple[nn.Module, Any]:
 Call = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def _healthy(kind: str, width: int, count: int) -> tuple[dict[str, tuple[float, float]], Call, Any]:
-    """A step, bare and decorated in turn: by the clock, and by the processor's time of its own
-    thread, with what it spins for others. Rows, the step, its model."""
+def _both(kind: str, width: int) -> tuple[Call, Call, Any, tuple[torch.Tensor, torch.Tensor]]:
+    """A step, bare and decorated, which have run; its model, and a batch."""
     model, optimizer = _model(kind, width)
     x, y = torch.randn(64, width), torch.randn(64, width)
 
@@ -119,6 +119,37 @@ def _healthy(kind: str, width: int, count: int) -> tuple[dict[str, tuple[float, 
     for _ in range(20):
         bare(x, y)
         step(x, y)
+    return bare, step, model, (x, y)
+
+
+def _in_blocks(width: int, steps: int, count: int) -> dict[str, tuple[float, float]]:
+    """Microseconds of a healthy step of DDP, in blocks of so many steps: of the bare one, and what
+    the decorated one takes more, from block to block. Each with its spread: half the range in
+    which its median is, 19 times of 20 (by ranks, whatever the distribution)."""
+    bare, step, _, (x, y) = _both("DDP", width)
+    taken: dict[Call, list[float]] = {bare: [], step: []}
+    for turn in range(count):
+        for call in (bare, step) if turn % 2 == 0 else (step, bare):
+            dist.barrier()
+            block = _timed(lambda call=call: [call(x, y) for _ in range(steps)], 1)[0]
+            taken[call].append(block / steps)
+    more = [ours - theirs for theirs, ours in zip(taken[bare], taken[step], strict=True)]
+    return {
+        f"DDP step of width {width}, blocks of {steps}, bare": _with_spread(taken[bare]),
+        f"DDP step of width {width}, decorated - bare": _with_spread(more),
+    }
+
+
+def _with_spread(values: list[float]) -> tuple[float, float]:
+    values, count = sorted(values), len(values)
+    low = max(0, int(count / 2 - 0.98 * count**0.5))
+    return statistics.median(values), (values[count - 1 - low] - values[low]) / 2
+
+
+def _healthy(kind: str, width: int, count: int) -> tuple[dict[str, tuple[float, float]], Call, Any]:
+    """A step, bare and decorated in turn: by the clock, and by the processor's time of its own
+    thread, with what it spins for others. Rows, the step, its model."""
+    bare, step, model, (x, y) = _both(kind, width)
     times: dict[str, list[float]] = {"bare": [], "decorated": []}
     processor: dict[str, list[float]] = {"bare": [], "decorated": []}
     for turn in range(count):
@@ -210,7 +241,21 @@ def _exchanges(
     }
 
 
-def _rank(rank: int, world: int, folder: str, count: int, machines: list[int]) -> None:
+def _all(world: int, count: int) -> dict[str, tuple[float, float]]:
+    """Votes and steps."""
+    found = _votes(count)
+    for kind, steps in (("DDP", count // 10), ("FSDP2", count // 20)):
+        found |= _steps(kind, max(20, steps))
+    if world <= (os.cpu_count() or 1):
+        found |= _healthy("wide DDP", 1024, max(20, count // 40))[0]
+    return found
+
+
+BLOCKS = {256: 20, 512: 20, 1024: 10}
+"""Steps of a block, by the width of the model."""
+
+
+def _rank(rank: int, world: int, folder: str, count: int, machines: list[int], blocks: int) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -221,11 +266,12 @@ def _rank(rank: int, world: int, folder: str, count: int, machines: list[int]) -
     of = [f"machine {number}" for number, ranks in enumerate(machines) for _ in range(ranks)]
     if len(machines) > 1:
         worlds._node = lambda: of[rank]
-    found = _votes(count)
-    for kind, steps in (("DDP", count // 10), ("FSDP2", count // 20)):
-        found |= _steps(kind, max(20, steps))
-    if world <= (os.cpu_count() or 1):
-        found |= _healthy("wide DDP", 1024, max(20, count // 40))[0]
+    if blocks > 0:
+        found = {}
+        for width, steps in BLOCKS.items():
+            found |= _in_blocks(width, steps, blocks)
+    else:
+        found = _all(world, count)
     if rank == 0:
         lines = [f"{n:50s} {median:10.2f} {late:10.2f}" for n, (median, late) in found.items()]
         Path(folder, "table").write_text("\n".join(lines))
@@ -246,6 +292,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--machines", nargs="*", default=["2+2", "1+1"], help="ranks of each")
     parser.add_argument("--count", type=int, default=2000, help="votes of each kind")
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="healthy steps alone, in so many blocks of each kind"
+    )
     parser.add_argument("--say", action="append", default=[], help="a line for the table")
     parser.add_argument("--output", type=Path, help="write the table there, too")
     given = parser.parse_args()
@@ -254,16 +303,18 @@ def main() -> None:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}",
     ]
+    late = "spread" if given.blocks > 0 else "p99"
     for text in [*map(str, given.ranks), *given.machines]:
         machines = [int(ranks) for ranks in text.split("+")]
         world = sum(machines)
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "port").write_text(str(_free_port()))
-            processes.spawn(_rank, (world, folder, given.count, machines), nprocs=world)
+            arguments = (world, folder, given.count, machines, given.blocks)
+            processes.spawn(_rank, arguments, nprocs=world)
             of = " + ".join(map(str, machines))
             title = f"{of} ranks (load before it: {load:.1f})"
-            lines += ["", f"{title:50s} {'median':>10s} {'p99':>10s}"]
+            lines += ["", f"{title:50s} {'median':>10s} {late:>10s}"]
             lines.append(Path(folder, "table").read_text())
     text = "\n".join(lines)
     print(text)
