@@ -19,7 +19,7 @@ SOURCES := setup.py pyproject.toml \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv build demo test quick test-integrations test-sinks test-trainers demo-trainers
+.PHONY: help venv build demo test quick ranks test-integrations test-sinks test-trainers demo-trainers
 .PHONY: prove mutants sanitize prove-trainers mutants-trainers
 .PHONY: docs programs bench wheel latency peers ladder larger tune lint gpu clean
 
@@ -37,11 +37,14 @@ demo: $(VENV)/.demo $(BUILT) ## Watch a training run survive out-of-memory (resu
 WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.test $(BUILT) ## Run the test suite; needs no GPU
-	$(PY) -m pytest tests -m "not gpu" $(WORKERS) $(PYTEST_ARGS)
+	$(PY) -m pytest tests -m "not gpu and not whole" $(WORKERS) $(PYTEST_ARGS)
 
 quick: $(VENV)/.test $(BUILT) ## Run in a minute what a change needs first; FOLDER=undo for tests/undo, too
 	$(PY) -m pytest tests/house tests/core tests/records tests/mutants $(addprefix tests/,$(FOLDER)) \
 	    $(WORKERS) $(PYTEST_ARGS)
+
+ranks: $(VENV)/.test $(BUILT) ## Run all tests of several ranks, of which make test runs a sample (4 minutes)
+	$(PY) -m pytest tests/ranks -m "not gpu" $(WORKERS) $(PYTEST_ARGS)
 
 # One for each: Optuna 4 and 5 cannot live in one environment. oomkit is not installed there:
 # .venv's build fits them, for Python and torch are the same.

@@ -10,7 +10,9 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 WHOLE = os.environ.get("OOMKIT_TEST_WHOLE") == "1"
 SEED = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
@@ -58,6 +60,17 @@ def sampled(
             chosen.add(draw.choice(having))
     _say(f"{len(chosen)} of {len(cases)} cases {of}".rstrip())
     return [cases[i] for i in sorted(chosen)]
+
+
+def with_rest(chosen: Sequence[T], cases: Sequence[T]) -> list[Any]:
+    """Parameters of a test: all cases, of which those that are not chosen have the mark `whole`.
+    `make test` leaves them out, and they run where they are named, as by a mutant."""
+    return [
+        case
+        if case in chosen
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.whole)
+        for case in cases
+    ]
 
 
 def stride(every: int, of: str = "") -> tuple[int, int]:

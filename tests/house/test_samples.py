@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from helpers import sample
@@ -47,3 +48,22 @@ def test_a_sweep_without_a_known_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {stride(8, f"test {n}")[0] for n in range(60)} == {*range(1, 9)}
     monkeypatch.setattr(sample, "WHOLE", True)
     assert stride(8) == (1, 1) and sampled(range(100), 10) == [*range(100)]
+
+
+def test_the_rest_is_there_by_its_name() -> None:
+    first, second, third = sample.with_rest([("a", 1)], [("a", 1), ("b", 2), "c"])
+    assert first == ("a", 1)
+    assert (second.values, third.values) == (("b", 2), ("c",))
+    assert [mark.name for one in (second, third) for mark in one.marks] == ["whole", "whole"]
+
+
+def test_what_is_left_out_is_proven() -> None:
+    """`make prove` runs each file that has the mark."""
+    from prove.suite import sampling
+    from prove.suites import SUITES
+
+    proven = {unit for suite in SUITES for unit in suite.units()}
+    for file in sampling():
+        text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+        if "with_rest" in text or "mark.whole" in text:
+            assert file in proven, file

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.messages import message_of
-from helpers.sample import sampled
+from helpers.sample import WHOLE, sampled, with_rest
 
 import oomkit
 
@@ -93,7 +93,13 @@ JOINED: dict[str, dict[str, Any]] = {
         always=lambda case: case[0] == "plain" or case in NAMED,
     )
 }
+SOME_JOINED = [*JOINED] if WHOLE else ["plain True", "idle, norm True"]
 WAITS = ("at once", "later", "later, with a limit")
+WAITING = list(itertools.product(WAITS, (False, True)))
+SOME_WAITING = sampled(WAITING, 2, "waiting", kind=lambda case: case[1])
+ROWS = list(itertools.product((1, 3), (False, True)))  # the last one's are known when others
+SOME_ROWS = sampled(ROWS, 2, "rows", kind=lambda case: case[1])  # have reduced
+SOME_USED = [*shards.USED] if WHOLE else ["last"]  # what is told in more than a step, soonest
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("steps:split_from_the_start", {}),
     **{
@@ -101,7 +107,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
             "steps:later_rows",
             {"at": at, "updates": at > 1, "sharded": s, "coupled": c},
         )
-        for at, s, c in itertools.product((1, 3), (False, True), (False, True))
+        for (at, s), c in itertools.product(ROWS, (False, True))
     },
     "hidden": ("steps:hidden_optimizer", {}),
     "without memory": ("steps:out_of_ways", {}),
@@ -127,10 +133,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("steps:static_graph", {}),
     "static that changes": ("steps:static_that_changes", {}),
     "pipelined": ("steps:pipelined", {}),
-    **{
-        f"waiting {how} {s}": ("steps:waiting", {"waits": how, "sharded": s})
-        for how, s in itertools.product(WAITS, (False, True))
-    },
+    **{f"waiting {how} {s}": ("steps:waiting", {"waits": how, "sharded": s}) for how, s in WAITING},
     **{
         f"own {f} {p}": ("steps:own_collective", {"fails": f, "phase": p, "nth": n})
         for f, p, n in OWN
@@ -138,21 +141,31 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _found() -> list[dict[str, Any]]:
-    """All of them, in one group: each goes on where another one has ended with an error."""
-    return results_once("common:together", 2, 300.0, programs=TOGETHER)
+REST = {
+    *(f"joined {name}" for name in JOINED.keys() - set(SOME_JOINED)),
+    *(f"waiting {how} {s}" for how, s in WAITING if (how, s) not in SOME_WAITING),
+    *(
+        f"rows {at} {s} {c}"
+        for (at, s), c in itertools.product(ROWS, (False, True))
+        if (at, s) not in SOME_ROWS
+    ),
+    *(f"many, {used}" for used in shards.USED if used not in SOME_USED),
+}
+"""What `make test` leaves out."""
 
 
 def _of(name: str) -> list[Any]:
-    return [one[name] for one in _found()]
+    """All of them run in one group, or all of the rest: each goes on where another one has ended
+    with an error."""
+    programs = {n: given for n, given in TOGETHER.items() if (n in REST) == (name in REST)}
+    return [one[name] for one in results_once("common:together", 2, 300.0, programs=programs)]
 
 
 def test_each_rank_may_split_as_it_needs() -> None:
     assert _of("split") == [[True, 2], [True, 4]]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("at", [1, 3])  # the last one's are known when others have reduced
+@pytest.mark.parametrize(("at", "sharded"), with_rest(SOME_ROWS, ROWS))
 def test_what_only_later_rows_of_one_rank_have_is_proven(at: int, sharded: bool) -> None:
     assert _of(f"rows {at} {sharded} False") == [["nothing", True]] * 2
     other, one = _of(f"rows {at} {sharded} True")
@@ -198,8 +211,7 @@ def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str) -> N
         assert "all_reduce() of the step's own" in said or "torch.distributed.all_reduce" in said
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("how", WAITS)
+@pytest.mark.parametrize(("how", "sharded"), with_rest(SOME_WAITING, WAITING))
 def test_an_error_reaches_a_rank_in_a_collective_of_the_steps_own(how: str, sharded: bool) -> None:
     """The rank that has it goes on, and closes no connection."""
     (first, waited), (healthy, own) = _of(f"waiting {how} {sharded}")
@@ -244,7 +256,11 @@ ELSEWHERE = sampled(
 )
 
 
-@pytest.mark.parametrize(("nodes", "unused", "early"), ELSEWHERE, ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "unused", "early"),
+    with_rest(sampled(ELSEWHERE, 1, "of other machines, few"), ELSEWHERE),
+    ids=str,
+)
 def test_it_reaches_ranks_of_other_machines_in_their_reduction(
     nodes: list[int], unused: bool, early: bool
 ) -> None:
@@ -257,26 +273,28 @@ def test_it_reaches_ranks_of_other_machines_in_their_reduction(
         assert seconds < 5.0
 
 
-@pytest.mark.parametrize("what", ["hook", "models"])
-@pytest.mark.parametrize("where", [{"nodes": [1, 1]}, {"gloo": True}], ids=["machines", "gloo"])
+SPREAD = list(itertools.product(("machines", "gloo"), ("hook", "models")))
+
+
+@pytest.mark.parametrize(("where", "what"), with_rest(sampled(SPREAD, 1, "spread"), SPREAD))
 def test_it_reaches_ranks_that_share_no_memory_where_nothing_overlaps(
-    what: str, where: dict[str, Any]
+    where: str, what: str
 ) -> None:
     """A hook with a state, or two models, whose reductions no other rank can make up for."""
+    way: dict[str, Any] = {"nodes": [1, 1]} if where == "machines" else {"gloo": True}
     error = "ValueError: a label that there is not"
     for early in (False, True):
-        found = results_of("steps:caught", 2, early=early, **{what: True}, **where)
+        found = results_of("steps:caught", 2, early=early, **{what: True}, **way)
         for rank, (said, seconds) in enumerate(found):
             third = error if rank == 1 else f"RankError: rank 1 cannot continue: {error}"
             assert [message_of(text) for text in said] == ["nothing", "nothing", third, "nothing"]
             assert seconds < 5.0
 
 
-@pytest.mark.parametrize(
-    "where",
-    [{"nodes": [1, 1]}, {"nodes": [2, 2]}, {"nodes": [1, 1], "gloo": True}],
-    ids=["1 + 1", "2 + 2", "gloo"],
-)
+FAR = [{"nodes": [1, 1]}, {"nodes": [2, 2]}, {"nodes": [1, 1], "gloo": True}]
+
+
+@pytest.mark.parametrize("where", with_rest(FAR[:1], FAR), ids=["1 + 1", "2 + 2", "gloo"])
 def test_it_reaches_ranks_that_share_no_memory_in_their_gathers(where: dict[str, Any]) -> None:
     found = results_of("steps:caught", sum(where["nodes"]), sharded=True, **where)
     for rank, (said, seconds) in enumerate(found):
@@ -286,6 +304,7 @@ def test_it_reaches_ranks_that_share_no_memory_in_their_gathers(where: dict[str,
         assert seconds < 5.0
 
 
+@pytest.mark.whole
 def test_ranks_of_several_machines_that_fail_alike_have_their_own_errors() -> None:
     found = results_of("steps:caught", 4, nodes=[2, 2], fail=[0, 1, 3], early=True)
     for rank, (said, _) in enumerate(found):
@@ -306,7 +325,7 @@ def test_a_rank_that_fails_in_its_first_gather_takes_part_in_the_others_reductio
     assert _of("first gather") == [[True, True, 1, 0], [True, True, 2, 1]]
 
 
-@pytest.mark.parametrize("used", shards.USED)
+@pytest.mark.parametrize("used", with_rest(SOME_USED, [*shards.USED]))
 def test_a_group_may_have_any_number_of_parameters(used: str) -> None:
     first, second = _of(f"many, {used}")
     assert max(first[0], second[0]) < 1e-12
@@ -314,11 +333,10 @@ def test_a_group_may_have_any_number_of_parameters(used: str) -> None:
     assert first[2] == second[2] == 6
 
 
-@pytest.mark.parametrize(
-    "where",
-    [{"nodes": [1, 2]}, {"nodes": [2, 2]}, {"nodes": [1, 1], "gloo": True}],
-    ids=["1 + 2", "2 + 2", "gloo"],
-)
+FARTHER = [{"nodes": [1, 2]}, {"nodes": [2, 2]}, {"nodes": [1, 1], "gloo": True}]
+
+
+@pytest.mark.parametrize("where", with_rest(FARTHER[2:], FARTHER), ids=["1 + 2", "2 + 2", "gloo"])
 def test_so_it_may_where_not_all_ranks_share_memory(where: dict[str, Any]) -> None:
     """On machines of several ranks the first ones fetch what is left out while others of theirs
     come to the vote."""
@@ -396,7 +414,7 @@ def test_a_pipeline_over_ranks_is_told_of_at_the_first_call() -> None:
         assert all("the stages of a pipeline (torch.distributed.pipelining)" in one for one in said)
 
 
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("name", with_rest(SOME_JOINED, [*JOINED]))
 def test_ranks_leave_as_with_torch_alone(name: str) -> None:
     given = JOINED[name]
     for rank, found in enumerate(_of(f"joined {name}")):
@@ -408,6 +426,7 @@ def test_ranks_leave_as_with_torch_alone(name: str) -> None:
             assert (ooms > 0) == bool(places)
 
 
+@pytest.mark.whole
 def test_three_of_four_ranks_leave() -> None:
     cases = [[[3, 1, 4, 2], {}], [[3, 1, 4, 2], {"2 3": ["backward", 2], "0 1": ["forward", 2]}]]
     for divide in (True, False):
@@ -428,7 +447,7 @@ def test_who_has_left_is_told_of_errors() -> None:
         assert "cannot run a forward after the update inside join()" in one[4]
 
 
-@pytest.mark.parametrize("fails", ["between", "after"])
+@pytest.mark.parametrize("fails", with_rest(["between"], ["between", "after"]))
 def test_who_has_left_is_told_who_has_ended_with_what(fails: str) -> None:
     first, _ = ranks_of("joins:left_outside", 2, fails=fails)
     assert first.result.startswith("RuntimeError: ") and not first.hung
@@ -436,13 +455,15 @@ def test_who_has_left_is_told_who_has_ended_with_what(fails: str) -> None:
     assert "ValueError: a label that there is not" in first.result
 
 
-@pytest.mark.parametrize("have_met", [False, True], ids=["first", "over another model"])
-@pytest.mark.parametrize("kind", ["plain", "idle", "norm", "idle, norm"])
-def test_a_rank_that_has_left_before_all_have_met_is_torchs_affair(
-    kind: str, have_met: bool
-) -> None:
+BEFORE = list(
+    itertools.product(("plain", "idle", "norm", "idle, norm"), ("first", "over another model"))
+)
+
+
+@pytest.mark.parametrize(("kind", "met"), with_rest(sampled(BEFORE, 1, "before"), BEFORE))
+def test_a_rank_that_has_left_before_all_have_met_is_torchs_affair(kind: str, met: str) -> None:
     why = "a rank has left before the first decorated call of all ranks"
-    given = {"kind": kind, "counts": [0, 4], "have_met": have_met}
+    given = {"kind": kind, "counts": [0, 4], "have_met": met != "first"}
     first, second = results_of("joins:left_at_once", 2, **given)
     assert first[0] and second[0] and why in second[1]
 
@@ -451,6 +472,7 @@ def test_calls_that_are_not_agreed_on_leave_nothing_behind_in_join() -> None:
     assert _of("not agreed on") == [True, True]
 
 
+@pytest.mark.whole
 def test_ranks_that_leave_need_to_share_memory() -> None:
     cases = [[[2, 3], {}]]
     for way in ({"nodes": [1, 1]}, {"gloo": True}):
@@ -459,15 +481,14 @@ def test_ranks_that_leave_need_to_share_memory() -> None:
             assert found == [[0.0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("way", "why"),
-    [
-        ({"nodes": [1, 1]}, "inside join() all ranks need to be on one machine"),
-        ({"nodes": [1, 1], "gloo": True}, "inside join() all ranks need to be on one machine"),
-        ({"gloo": True}, "inside join() ranks need memory that they share: /dev/shm has to be"),
-    ],
-    ids=str,
-)
+CANNOT_LEAVE: list[tuple[dict[str, Any], str]] = [
+    ({"nodes": [1, 1]}, "inside join() all ranks need to be on one machine"),
+    ({"nodes": [1, 1], "gloo": True}, "inside join() all ranks need to be on one machine"),
+    ({"gloo": True}, "inside join() ranks need memory that they share: /dev/shm has to be"),
+]
+
+
+@pytest.mark.parametrize(("way", "why"), with_rest(CANNOT_LEAVE[2:], CANNOT_LEAVE), ids=str)
 def test_ranks_that_cannot_leave_are_told_why(way: dict[str, Any], why: str) -> None:
     for found in results_of("steps:refused", 2, how=["joined"], **way):
         assert why in found[0]
@@ -478,12 +499,14 @@ def test_zeros_that_a_failed_rank_owes_are_tried_for_again() -> None:
         assert found == [["nothing"] * 3, True]
 
 
+@pytest.mark.whole
 def test_a_rank_without_memory_for_the_zeros_that_it_owes_ends_all() -> None:
     other, failed = results_of("owed:zeros", 2, times=100)
     assert failed[0][2].startswith("RankError: rank 1 cannot continue: it has no memory for the")
     assert other[0][2] != "nothing"
 
 
+@pytest.mark.whole
 def test_memory_for_what_a_call_begins_with_is_tried_for_again() -> None:
     assert results_of("owed:entry", 2, after=False, call=2, times=1) == [["nothing"] * 3] * 2
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.core_programs import ROOT, build, run
+from helpers.sample import with_rest
 
 RANKS = ROOT / "csrc" / "ranks"
 SOURCES = [Path(__file__).with_name("test_vote.c"), RANKS / "vote.c", RANKS / "process.c"]
@@ -30,7 +31,7 @@ def usable(folder: Path, flags: list[str]) -> bool:
     return build(program, [source], flags).returncode == 0 and run(program).returncode == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_rest(["plain", "thread"], [*KINDS]))
 def test_the_vote(kind: str, tmp_path: Path) -> None:
     if not usable(tmp_path, KINDS[kind]):
         pytest.skip(f"no {kind} sanitizer")
@@ -42,6 +43,7 @@ def test_the_vote(kind: str, tmp_path: Path) -> None:
     assert int(checks) > 30 and failures == "0 failures"
 
 
+@pytest.mark.whole
 def test_one_word_for_two_rounds_is_seen(tmp_path: Path) -> None:
     """Who is a round ahead would overwrite what another one still reads."""
     text = (RANKS / "vote.c").read_text(encoding="utf-8")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from helpers.sample import with_rest
 
 import oomkit
 
 from .launch import results_of
 
 
-@pytest.mark.parametrize("gloo", [False, True], ids=["shared memory", "gloo"])
-def test_gradients_are_those_of_one_process_with_all_items(gloo: bool) -> None:
+@pytest.mark.parametrize("way", with_rest(["shared memory"], ["shared memory", "gloo"]))
+def test_gradients_are_those_of_one_process_with_all_items(way: str) -> None:
+    gloo = way == "gloo"
     kinds = ["ddp"] if gloo else ["ddp", "fsdp"]
     first, second = results_of("weighed:weighed", 2, kinds=kinds, gloo=gloo)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.messages import message_of
-from helpers.sample import sampled
+from helpers.sample import sampled, with_rest
 
 from .ends import HOW, one_end
 from .launch import ranks_of, results_of, results_once, started
@@ -27,19 +27,23 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
 """Ranks, the way that their votes go, and what asks for it."""
 
 
+SOME_WAYS = sampled([*WAYS], 2, "ways", always=lambda way: way in ("gloo", "2 + 2"))
+EACH_WAY = with_rest(SOME_WAYS, [*WAYS])
+
+
 def _of(way: str, turn: int) -> list[Any]:
     """What ranks of a way have found in one of the programs that they run one after the other."""
     world, _, given = WAYS[way]
     return [found[turn] for found in results_once("world:of_a_way", world, **given)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_all_ranks_get_the_largest_word(way: str) -> None:
     for found in _of(way, 0):
         assert found == {"right": True, "way": WAYS[way][1], "left": [], "gathered": True}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 @pytest.mark.parametrize("victim", [0, -1])
 def test_a_rank_that_gives_up_is_named_and_quoted(way: str, victim: int) -> None:
     found = _of(way, 3 if victim else 2)
@@ -50,7 +54,7 @@ def test_a_rank_that_gives_up_is_named_and_quoted(way: str, victim: int) -> None
     assert [message_of(text) for text in found] == [told] * len(found)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_votes_on_different_matters_are_an_error(way: str) -> None:
     for found in _of(way, 1):
         assert "must be called alike on all ranks" in found
@@ -72,9 +76,13 @@ MISSED = [
 MEMBER = ("2 + 2", "kill", 3)
 
 
+SOME_MISSED = sampled(
+    MISSED, 5, "missed", kind=lambda case: case[1], always=lambda case: case == MEMBER
+)
+
+
 @pytest.mark.parametrize(
-    ("way", "how", "victim"),
-    sampled(MISSED, 5, "missed", kind=lambda case: case[1], always=lambda case: case == MEMBER),
+    ("way", "how", "victim"), with_rest(sampled(SOME_MISSED, 2, "some missed"), SOME_MISSED)
 )
 def test_a_rank_that_does_not_come_is_named_on_all_machines(
     way: str, how: str, victim: int
@@ -106,12 +114,16 @@ def test_a_stale_segment_is_not_read() -> None:
     assert results_of("world:leave_a_segment", 2) == ["True 1"] * 2
 
 
+@pytest.mark.whole
 def test_memory_that_a_rank_does_not_come_to_is_not_left_behind() -> None:
     first, _ = ranks_of("world:one_does_not_map", 2)
     assert first.result == [False]
 
 
-@pytest.mark.parametrize("of", ["oomkit", "protocol", "torch"])
+VERSIONS = ["oomkit", "protocol", "torch"]
+
+
+@pytest.mark.parametrize("of", with_rest(sampled(VERSIONS, 1, "versions"), VERSIONS))
 def test_another_version_is_an_error_on_all(of: str) -> None:
     for ended in ranks_of("world:another_version", 2, of=of):
         assert ended.status == 1
@@ -132,6 +144,7 @@ def test_another_world_with_the_same_store_is_an_error_on_all() -> None:
     assert other.error == ""
 
 
+@pytest.mark.whole
 def test_a_rank_without_oomkit_is_an_error() -> None:
     first, second = ranks_of("world:without_oomkit", 2, patience=3.0)
     assert first.status == second.status == 1
@@ -146,10 +159,11 @@ ENDS = list(
 )
 
 
-@pytest.mark.parametrize(
-    ("how", "where", "cautious", "gloo"),
-    sampled(ENDS, 6, "ends", kind=lambda case: case[0]),
-)
+SOME_ENDS = sampled(ENDS, 6, "ends", kind=lambda case: case[0])
+FEW_ENDS = sampled(SOME_ENDS, 3, "few ends", always=lambda case: case[0] == "kill")
+
+
+@pytest.mark.parametrize(("how", "where", "cautious", "gloo"), with_rest(FEW_ENDS, SOME_ENDS))
 def test_a_rank_that_ends_is_missed(how: str, where: str, cautious: bool, gloo: bool) -> None:
     ended = ranks_of("world:one_goes", 2, how=how, where=where, cautious=cautious, gloo=gloo)
 
@@ -160,13 +174,22 @@ def test_a_rank_that_ends_is_missed(how: str, where: str, cautious: bool, gloo: 
         assert "a label that there is not" in ended[0].error
 
 
-@pytest.mark.parametrize(("how", "sharded"), sampled([*itertools.product(HOW, (False, True))], 2))
+ANYWHERE = sampled([*itertools.product(HOW, (False, True))], 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "sharded"), with_rest(sampled(ANYWHERE, 1, "some anywhere"), ANYWHERE)
+)
 def test_a_rank_that_ends_anywhere_is_named(how: str, sharded: bool) -> None:
     assert one_end(how, sharded, seed=7).wrong == []
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
-@pytest.mark.parametrize("nodes", [[1, 1], [2, 2], [1, 3]], ids=str)
+IN_A_STEP = list(itertools.product(([1, 1], [2, 2], [1, 3]), ("kill", "raise")))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "how"), with_rest(sampled(IN_A_STEP, 1, "in a step"), IN_A_STEP), ids=str
+)
 def test_a_rank_that_ends_in_a_step_is_named_on_all_machines(nodes: list[int], how: str) -> None:
     given = {"how": how, "where": "update", "cautious": True, "nodes": nodes}
 
@@ -179,7 +202,10 @@ def test_a_rank_that_ends_in_a_step_is_named_on_all_machines(nodes: list[int], h
             assert "a label that there is not" in one.error
 
 
-@pytest.mark.parametrize("way", ["shared memory", "gloo", "1 + 1", "2 + 2"])
+BETWEEN = ["shared memory", "gloo", "1 + 1", "2 + 2"]
+
+
+@pytest.mark.parametrize("way", with_rest(sampled(BETWEEN, 1, "between"), BETWEEN))
 def test_an_error_between_two_steps_is_told(way: str) -> None:
     world, _, given = WAYS[way]
     *others, last = ranks_of("world:one_fails_between", world, **given)
@@ -189,8 +215,13 @@ def test_an_error_between_two_steps_is_told(way: str) -> None:
         assert "has ended after ValueError: a label that there is not" in one.error
 
 
-@pytest.mark.parametrize("way", ["shared memory", "gloo", "1 + 1"])
-@pytest.mark.parametrize("fails", [True, False])
+AT_THE_END = list(itertools.product((True, False), ("shared memory", "gloo", "1 + 1")))
+
+
+@pytest.mark.parametrize(
+    ("fails", "way"),
+    with_rest(sampled(AT_THE_END, 2, "at the end", kind=lambda case: case[0]), AT_THE_END),
+)
 def test_an_error_in_the_last_update_is_told_at_the_end(fails: bool, way: str) -> None:
     world, _, given = WAYS[way]
     first, last = ranks_of("world:one_fails_in_its_last_update", world, fails=fails, **given)
@@ -212,6 +243,7 @@ def test_a_rank_that_leaves_early_is_missed() -> None:
     assert first.status == 1 and not first.hung
 
 
+@pytest.mark.whole
 def test_a_rank_that_is_stopped_is_told_of() -> None:
     given = {"how": "stop", "where": "update", "cautious": True, "patience": 4.0}
     with started("world:one_goes", 2, **given) as (processes, finish):

@@ -29,17 +29,32 @@ from oomkit.testing import inject_oom
 from ..launch import Rank
 
 
+def _paths_made() -> list[str]:
+    """Of memory that this rank makes from now on; other jobs of the machine have theirs."""
+    paths: list[str] = []
+    make = worlds.World._make
+
+    def made(self: worlds.World, size: int, epoch: int) -> Any:
+        path, buffer = make(self, size, epoch)
+        paths.append(path)
+        return path, buffer
+
+    worlds.World._make = made  # type: ignore[method-assign]
+    return paths
+
+
 def votes(rank: Rank) -> dict[str, Any]:
     """Words of all ranks, round by round, and how each was carried."""
     rank.votes_by()
     rank.join()
+    made = _paths_made()
     world = worlds.meet()
     given = [(7 * (rank.rank + 1) * n) % 1000003 % 2 for n in range(200)]
     said = [world.vote(word, n) for n, word in enumerate(given)]
     expected = [
         max((7 * (other + 1) * n) % 1000003 % 2 for other in range(rank.world)) for n in range(200)
     ]
-    left = [name for name in os.listdir("/dev/shm") if name.startswith("oomkit-")]
+    left = [path for path in made if os.path.exists(path)]
     numbers = [[n + 0.5, *range(other + n % 3)] for n in range(9) for other in range(rank.world)]
     own = numbers[rank.rank :: rank.world]
     told = [row for n, row in enumerate(own) for row in world.gather(row, n)]
@@ -439,18 +454,12 @@ def latency(rank: Rank) -> list[float]:
 def one_does_not_map(rank: Rank) -> list[bool]:
     """A rank ends when the first one has made the memory: is that still there, and was it?"""
     rank.join(3.0)
-    paths: list[str] = []
-    make = worlds.World._make
-
-    def made(self: worlds.World, size: int, epoch: int) -> Any:
-        path, buffer = make(self, size, epoch)
-        paths.append(path)
-        return path, buffer
+    paths = _paths_made()
 
     def ends(self: worlds.World, path: str, size: int) -> Any:
         die("exit")
 
-    worlds.World._make, worlds.World._map = made, ends  # type: ignore[method-assign]
+    worlds.World._map = ends  # type: ignore[method-assign]
     try:
         worlds.meet()
     except RuntimeError:
