@@ -248,6 +248,26 @@ def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) ->
     assert max(first[1], second[1]) < 5.0  # the time that an error waits for others
 
 
+TOLD = list(itertools.product((2, 4), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("world", "sharded"), with_rest(sampled(TOLD, 2, "told", kind=lambda case: case[1]), TOLD)
+)
+def test_an_error_of_one_rank_reaches_all_within_a_second(world: int, sharded: bool) -> None:
+    """A second is what is promised. On idle cores it takes milliseconds, in a collective of the
+    step's own a quarter of a second; the rest is for ranks that wait for a core, four on two."""
+    cases = list(itertools.product(("entry", "loss", "own"), (0, world - 1)))
+    found = results_of("told:told", world, sharded=sharded, cases=cases)
+    for index, (place, who) in enumerate(cases):
+        own, failed = found[who][index]
+        assert own.startswith("TypeError: " if place == "own" else "ValueError: "), own
+        for rank in {*range(world)} - {who}:
+            said, learned = found[rank][index]
+            assert message_of(said) == f"RankError: rank {who} cannot continue: {own}"
+            assert 0.0 <= learned - failed <= 1.0, (place, who, rank, learned - failed)
+
+
 ELSEWHERE = sampled(
     list(itertools.product(([1, 1], [2, 2], [1, 3]), (False, True), (False, True))),
     4,
