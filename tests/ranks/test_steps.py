@@ -125,7 +125,8 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"many, {used}": ("shards:many", {"used": used}) for used in shards.USED},
     "overflown": ("scaled:overflown", {}),
     "reported": ("reports:reported", {}),
-    "evaluated": ("steps:evaluated", {}),
+    "evaluated": ("evaluations:evaluated", {}),
+    "mapped": ("evaluations:mapped", {}),
     "refused": ("steps:refused", {"how": list(REFUSED)}),
     **{f"joined {name}": ("joins:joined", given) for name, given in JOINED.items()},
     "left": ("joins:left", {}),
@@ -404,6 +405,18 @@ def test_evaluation_needs_no_agreement_but_for_its_collectives() -> None:
     for _, _, warned, _ in (first, second):
         assert "torch.distributed.all_reduce() is called inside a part of chunks()" in warned
     assert "torch.distributed.all_reduce() in a function that is split on this rank" in second[3]
+
+
+def test_ranks_with_different_numbers_of_batches_evaluate_each_for_itself() -> None:
+    first, second = _of("mapped")
+    assert first["map"] == [True, 8, 8] and first["chunks"] == [True, 2]
+    assert second["map"] == [True, 8, 4] and second["chunks"][0] and second["chunks"][1] > 3
+    for found in (first, second):
+        assert found["mean"]
+        assert (
+            "torch.distributed.all_reduce() is called inside a part of chunks() or map()"
+            in (found["said"])
+        )
 
 
 def test_a_static_graph_is_as_with_torch_alone() -> None:

@@ -841,38 +841,3 @@ def accumulated(rank: Rank) -> list[Any]:
         far = max(float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True))
         found.append([far, [record.accumulation_steps for record in step.records]])
     return found
-
-
-def evaluated(rank: Rank) -> list[Any]:
-    """What needs no gradients needs no agreement, however many batches a rank has."""
-    rank.join()
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    x = torch.randn(8, 4)
-
-    @oomkit.auto_batch
-    def evaluate(x: torch.Tensor) -> torch.Tensor:
-        return net(x)
-
-    @oomkit.auto_batch
-    def with_metric(x: torch.Tensor) -> torch.Tensor:
-        out = net(x)
-        dist.all_reduce(out.mean())
-        return out
-
-    def fails() -> None:
-        with inject_oom(nth=3):
-            with_metric(x)
-
-    with torch.no_grad():
-        for _ in range(2 + rank.rank):
-            evaluate(x)
-        with inject_oom(nth=3) if rank.rank == 1 else contextlib.nullcontext():
-            right = torch.allclose(evaluate(x), net(x))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for part in oomkit.chunks(x):
-                with oomkit.guard():
-                    dist.all_reduce(net(part).mean())
-        warned = " ".join(str(w.message) for w in caught)
-        said = raised(fails) if rank.rank == 1 else ""
-    return [right, evaluate.records[-1].accumulation_steps, warned, said]
