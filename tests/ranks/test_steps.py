@@ -95,19 +95,20 @@ JOINED: dict[str, dict[str, Any]] = {
 }
 SOME_JOINED = [*JOINED] if WHOLE else ["plain True", "idle, norm True"]
 WAITS = ("at once", "later", "later, with a limit")
-WAITING = list(itertools.product(WAITS, (False, True)))
+KINDS = ("ddp", "fsdp")
+WAITING = list(itertools.product(WAITS, KINDS))
 SOME_WAITING = sampled(WAITING, 2, "waiting", kind=lambda case: case[1])
-ROWS = list(itertools.product((1, 3), (False, True)))  # the last one's are known when others
+ROWS = list(itertools.product((1, 3), KINDS))  # the last one's are known when others
 SOME_ROWS = sampled(ROWS, 2, "rows", kind=lambda case: case[1])  # have reduced
 SOME_USED = [*shards.USED] if WHOLE else ["last"]  # what is told in more than a step, soonest
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("steps:split_from_the_start", {}),
     **{
-        f"rows {at} {s} {c}": (
+        f"rows {at} {kind} {c}": (
             "steps:later_rows",
-            {"at": at, "updates": at > 1, "sharded": s, "coupled": c},
+            {"at": at, "updates": at > 1, "sharded": kind == "fsdp", "coupled": c},
         )
-        for (at, s), c in itertools.product(ROWS, (False, True))
+        for (at, kind), c in itertools.product(ROWS, (False, True))
     },
     "hidden": ("steps:hidden_optimizer", {}),
     "without memory": ("steps:out_of_ways", {}),
@@ -134,7 +135,10 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("steps:static_graph", {}),
     "static that changes": ("steps:static_that_changes", {}),
     "pipelined": ("steps:pipelined", {}),
-    **{f"waiting {how} {s}": ("steps:waiting", {"waits": how, "sharded": s}) for how, s in WAITING},
+    **{
+        f"waiting {how} {kind}": ("steps:waiting", {"waits": how, "sharded": kind == "fsdp"})
+        for how, kind in WAITING
+    },
     **{
         f"own {f} {p}": ("steps:own_collective", {"fails": f, "phase": p, "nth": n})
         for f, p, n in OWN
@@ -144,11 +148,11 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
 
 REST = {
     *(f"joined {name}" for name in JOINED.keys() - set(SOME_JOINED)),
-    *(f"waiting {how} {s}" for how, s in WAITING if (how, s) not in SOME_WAITING),
+    *(f"waiting {how} {kind}" for how, kind in WAITING if (how, kind) not in SOME_WAITING),
     *(
-        f"rows {at} {s} {c}"
-        for (at, s), c in itertools.product(ROWS, (False, True))
-        if (at, s) not in SOME_ROWS
+        f"rows {at} {kind} {c}"
+        for (at, kind), c in itertools.product(ROWS, (False, True))
+        if (at, kind) not in SOME_ROWS
     ),
     *(f"many, {used}" for used in shards.USED if used not in SOME_USED),
 }
@@ -166,10 +170,10 @@ def test_each_rank_may_split_as_it_needs() -> None:
     assert _of("split") == [[True, 2], [True, 4]]
 
 
-@pytest.mark.parametrize(("at", "sharded"), with_rest(SOME_ROWS, ROWS))
-def test_what_only_later_rows_of_one_rank_have_is_proven(at: int, sharded: bool) -> None:
-    assert _of(f"rows {at} {sharded} False") == [["nothing", True]] * 2
-    other, one = _of(f"rows {at} {sharded} True")
+@pytest.mark.parametrize(("at", "kind"), with_rest(SOME_ROWS, ROWS))
+def test_what_only_later_rows_of_one_rank_have_is_proven(at: int, kind: str) -> None:
+    assert _of(f"rows {at} {kind} False") == [["nothing", True]] * 2
+    other, one = _of(f"rows {at} {kind} True")
     assert one[0].startswith("SplitError: auto_batch cannot split")
     assert other[0].startswith("RankError: ")
 
@@ -212,10 +216,10 @@ def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str) -> N
         assert "all_reduce() of the step's own" in said or "torch.distributed.all_reduce" in said
 
 
-@pytest.mark.parametrize(("how", "sharded"), with_rest(SOME_WAITING, WAITING))
-def test_an_error_reaches_a_rank_in_a_collective_of_the_steps_own(how: str, sharded: bool) -> None:
+@pytest.mark.parametrize(("how", "kind"), with_rest(SOME_WAITING, WAITING))
+def test_an_error_reaches_a_rank_in_a_collective_of_the_steps_own(how: str, kind: str) -> None:
     """The rank that has it goes on, and closes no connection."""
-    (first, waited), (healthy, own) = _of(f"waiting {how} {sharded}")
+    (first, waited), (healthy, own) = _of(f"waiting {how} {kind}")
     assert first == healthy == "nothing"
     assert own.startswith("TypeError: ")
     assert message_of(waited).startswith("RankError: rank 1 cannot continue: TypeError: ")
@@ -249,17 +253,17 @@ def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) ->
     assert max(first[1], second[1]) < 5.0  # the time that an error waits for others
 
 
-TOLD = list(itertools.product((2, 4), (False, True)))
+TOLD = list(itertools.product((2, 4), KINDS))
 
 
 @pytest.mark.parametrize(
-    ("world", "sharded"), with_rest(sampled(TOLD, 2, "told", kind=lambda case: case[1]), TOLD)
+    ("world", "kind"), with_rest(sampled(TOLD, 2, "told", kind=lambda case: case[1]), TOLD)
 )
-def test_an_error_of_one_rank_reaches_all_within_a_second(world: int, sharded: bool) -> None:
+def test_an_error_of_one_rank_reaches_all_within_a_second(world: int, kind: str) -> None:
     """A second is what is promised. On idle cores it takes milliseconds, in a collective of the
     step's own a quarter of a second; the rest is for ranks that wait for a core, four on two."""
     cases = list(itertools.product(("entry", "loss", "own"), (0, world - 1)))
-    found = results_of("told:told", world, sharded=sharded, cases=cases)
+    found = results_of("told:told", world, sharded=kind == "fsdp", cases=cases)
     for index, (place, who) in enumerate(cases):
         own, failed = found[who][index]
         assert own.startswith("TypeError: " if place == "own" else "ValueError: "), own
