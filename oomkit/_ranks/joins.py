@@ -28,9 +28,9 @@ from torch.distributed.algorithms.join import Join, _JoinConfig
 from torch.nn.parallel import distributed as ddp
 
 from .. import _C
-from . import matters
+from . import matters, private
 from .call import Call
-from .private import REDUCER, lacks
+from .private import REDUCER
 from .reducer import Reducer
 from .ways import AGAIN, ANY, FINE, NEVER, TIGHT, TROUBLE
 from .world import World, meet, present
@@ -121,9 +121,8 @@ def refusal(model: Any) -> str | None:
     """Why no call over this model is agreed on inside this join(), or None."""
     if model.static_graph:
         return "inside join() the model's graph is static: leave static_graph=True out"
-    missing = lacks(*_USED.items())
-    if missing is not None:
-        return f"join() of torch {torch.__version__} has no {missing}"
+    if (why := private.refusal("join()", *_USED.items())) is not None:
+        return why
     if not model._join_config.is_first_joinable:
         return "inside Join() something else stands before the model: name the model first"
     return None

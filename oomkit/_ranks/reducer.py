@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .private import REDUCER, lacks
+from . import private
+from .private import REDUCER
 
 if TYPE_CHECKING:
     from .agreement import Agreement
@@ -451,11 +452,9 @@ class StaticReducer(Reducer):
 
 def refusal(model: Any) -> str | None:
     """Why calls over this model are not agreed on, or None."""
-    missing = lacks(*_USED.items())
-    if missing is None and model.static_graph:
-        missing = lacks(*_USED_BY_STATIC.items())
-    if missing is not None:
-        return f"DistributedDataParallel of torch {torch.__version__} has no {missing}"
+    uses = [*_USED.items(), *(_USED_BY_STATIC.items() if model.static_graph else ())]
+    if (why := private.refusal("DistributedDataParallel", *uses)) is not None:
+        return why
     return _static_refusal(model) if model.static_graph else None
 
 

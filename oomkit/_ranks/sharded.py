@@ -28,10 +28,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from .. import _C
-from . import matters
+from . import matters, private
 from .call import Call, refuse_in_parts
 from .others import error
-from .private import lacks
 from .ways import AGAIN, FINE, NEVER, OTHERS, STOP
 from .world import World
 
@@ -68,10 +67,11 @@ def _kinds() -> tuple[Any, ...] | str:
         return str(failed)
 
 
-def _missing() -> str | None:
-    """A name that this torch does not have, or None."""
+def _torchs_refusal() -> str | None:
     kinds = _kinds()
-    return kinds if isinstance(kinds, str) else lacks(*zip(kinds, _NAMES.values(), strict=True))
+    if isinstance(kinds, str):
+        return private.refusal("fully_shard()", missing=kinds)
+    return private.refusal("fully_shard()", *zip(kinds, _NAMES.values(), strict=True))
 
 
 class _Gather:
@@ -539,9 +539,8 @@ def outermost(models: list[Any]) -> list[Any]:
 
 def refusal(model: Any) -> str | None:
     """Why calls over this model are not agreed on, or None."""
-    missing = _missing()
-    if missing is not None:
-        return f"fully_shard() of torch {torch.__version__} has no {missing}"
+    if (why := _torchs_refusal()) is not None:
+        return why
     state = model._get_fsdp_state()
     if state._is_root is False:
         return f"{type(model).__name__} is a part of a model that the step does not name"
