@@ -129,6 +129,9 @@ class World:
 
     def __init__(self, option: str, rank: Rank) -> None:
         self.option, self.rank = option, rank
+        self.before_hook: list[int] = []
+        """Allocations that had been counted when a hook with a state began."""
+        self.compresses = False
         torch.manual_seed(11)
         self.nets = self._nets()
         one = option in ("one_bucket", "powersgd")  # PowerSGD wants an order that gloo has not
@@ -145,7 +148,7 @@ class World:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
             state = power.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-            self.models[0].register_comm_hook(state, power.powerSGD_hook)
+            self.models[0].register_comm_hook(state, self._compressing(power.powerSGD_hook))
         params = [p for model in self.models for p in model.parameters()]
         if option == "zero":
             from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -155,6 +158,17 @@ class World:
             self.optimizer = torch.optim.SGD(params, lr=0.05)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=option == "scaler")
         self.seen: list[torch.Tensor | None] = []
+
+    def _compressing(self, hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """That hook, which tells when it begins, and whether it compresses."""
+
+        def compress(state: Any, bucket: Any) -> Any:
+            self.before_hook.append(oomkit._C.fault_stats()[0])
+            self.compresses = state.iter >= state.start_powerSGD_iter
+            return hook(state, bucket)
+
+        compress.__annotations__.clear()  # texts, which torch does not take for types
+        return compress
 
     def _nets(self) -> list[nn.Module]:
         if self.option == "unused":
@@ -363,12 +377,15 @@ class Place:
         return world
 
     def allocations(self) -> dict[str, int]:
-        """Of that step, by phase; the same on all ranks, or the most."""
+        """Of that step, by phase; the same on all ranks, or the most. Those in a hook with a state
+        are left out: what it has done cannot be taken back, so that an error ends the program."""
         found = {}
         for phase in ("forward", "backward"):
             counted = inject_oom(nth=10**6, phase=phase)
-            self.world("undisturbed").call(self.at, counted)
-            found[phase] = counted.seen
+            world = self.world("undisturbed")
+            world.before_hook.clear()
+            world.call(self.at, counted)
+            found[phase] = world.before_hook[0] if world.before_hook else counted.seen
         most = torch.tensor(list(found.values()))
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return dict(zip(found, most.tolist(), strict=True))
@@ -377,6 +394,7 @@ class Place:
         """Faults of all ranks, whether all is right here, and what is not."""
         world = self.world("failed")
         record = world.call(self.at, fault or contextlib.nullcontext())
+        right = self.option != "powersgd" or world.compresses == (self.at == 2)
         slices, fired = _all_know(record, fault.fired if fault else 0, self.rank)
         chain, seen = (slices,), [world.seen]
         if goes_on and self.at + 1 < STEPS:
@@ -384,7 +402,6 @@ class Place:
             chain += (_all_know(after, 0, self.rank)[0],)
             seen.append(world.seen)
         told: list[Any] = [record.ooms, record.attempts, chain]
-        right = True
         # Of more than two numbers the sum depends on where in its bucket a gradient lies.
         rounding = 0.0 if self.rank.world == 2 else 1e-3 if "fp16" in self.option else 1e-12
         for i, ours in enumerate(seen):
@@ -449,8 +466,7 @@ def sweep_of(kind: type[World], rank: Rank) -> dict[str, Any]:
 def _swept(kind: type[World], option: str, rank: Rank) -> dict[str, Any]:
     given = rank.arguments
     found: dict[str, Any] = {"cases": 0, "fired": 0, "failures": []}
-    # PowerSGD has state from the third step on, which cannot be taken back.
-    for at in [at for at in given["at"] if at < 2 or option != "powersgd"]:
+    for at in given["at"]:
         place = Place(kind, option, rank, at)
         for phase, count in place.allocations().items():
             for nth in range(1 + given.get("offset", 0), count + 1, given.get("stride", 1)):

@@ -74,6 +74,7 @@ class Sharded(World):
 
     def __init__(self, option: str, rank: Rank) -> None:
         self.given, self.rank = option, rank
+        self.before_hook = []
         self.option = option.removesuffix("_bf16")
         torch.manual_seed(11)
         self.nets = self._nets()
