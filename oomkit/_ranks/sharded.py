@@ -477,6 +477,8 @@ class Sharded(Call):
                     self._put_aside()
                 self._groups[index].scatter(self._mask_of(step >> 24))
             elif kind == _REPLICAS:
+                # Not for want of memory: torch has all of it before the reduce-scatter, and both
+                # collectives are made outside the budget. An error of another kind there ends all.
                 raise self.cannot("it failed between two parts of a reduction of gradients")
             else:
                 self._groups[index].gather(kind)

@@ -35,6 +35,7 @@ def test_each_place_of_a_plain_step() -> None:
     _sweep("ddp", 2, ["plain"], kinds=["last"], at=[1])
 
 
+@pytest.mark.whole
 def test_a_hook_with_a_state_that_compresses() -> None:
     """In its third step; before, it sends gradients as they are."""
     _sweep("ddp", 2, ["powersgd"], kinds=["last", "again"], at=[1, 2], stride=9)

@@ -342,6 +342,20 @@ def test_gradients_that_are_sharded_are_clipped_where_one_rank_is_split() -> Non
     assert _of("clipped") == [[True, True, 1], [True, True, 2]]
 
 
+@pytest.mark.whole
+def test_nothing_is_allocated_between_the_two_parts_of_a_reduction_over_replicas() -> None:
+    """So no rank runs out of memory there. One that fails there otherwise ends all: its replica
+    waits in a collective of gloo until that rank's process is gone."""
+    *others, last = ranks_of("replicas:between", 4)
+    for one in (*others, last):
+        assert one.result["between"] == [0, 0] and one.result["counted"] > 20
+        assert not one.hung
+    between = "RankError: rank 3 cannot continue: it failed between two parts of a reduction"
+    assert last.result["said"].startswith(between)
+    for one in others:
+        assert one.result["said"].startswith(("RankError: rank 3", "RuntimeError: "))
+
+
 def test_gradients_of_an_attempt_that_failed_are_in_none_of_the_next() -> None:
     assert _of("cleared") == [[[], True]] * 2
 
