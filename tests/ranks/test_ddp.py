@@ -28,7 +28,7 @@ def test_faults_leave_no_trace(options: list[str]) -> None:
     if WHOLE:
         _sweep("ddp", 2, options, kinds=KINDS, at=[0, 1, 2])
     else:
-        _sweep("ddp", 2, options, kinds=["last", "again"], at=[2], stride=29, offset=2)
+        _sweep("ddp", 2, options, kinds=["last", "again"], at=[2], stride=58, offset=2)
 
 
 def test_each_place_of_a_plain_step() -> None:
@@ -46,7 +46,7 @@ def test_faults_leave_no_trace_sharded(options: list[str]) -> None:
     if WHOLE:
         _sweep("fsdp", 2, options, kinds=KINDS, at=[0, 1, 2])
     else:
-        _sweep("fsdp", 2, options, kinds=["last", "again"], at=[1], stride=120, offset=2)
+        _sweep("fsdp", 2, options, kinds=["last", "again"], at=[1], stride=240, offset=2)
 
 
 @pytest.mark.parametrize("option", ddp.OPTIONS if WHOLE else ["plain"])

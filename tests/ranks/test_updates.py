@@ -256,7 +256,7 @@ EACH_ZERO = {
                 (PARTS, COPY), ([0], [1], [0, 1]), range(1, most), (1, 2, None), (False, True)
             )
         ],
-        60,
+        30,
         "zero",
         kind=lambda case: (case[0], str(case[2:4]), case[-1]),
     )
