@@ -263,6 +263,7 @@ run_ask(const oomkit_proof *p, PyObject *object, const char *method)
     return done == NULL ? -1 : 0;
 }
 
+/* Is what the graphs of this run keep to be in host memory? Parts fit as they are. */
 static int
 run_leaves_device(const oomkit_proof *p, int64_t count)
 {
