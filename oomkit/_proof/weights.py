@@ -95,8 +95,8 @@ class Weigher:
             return (part != self._value).sum()
         if self.kind == "numbers":
             return (~part.isnan()).sum()
-        if self.kind == "filled":
-            return _filled(part).sum()
+        if self.kind in _ROWS:
+            return _ROWS[self.kind][1](part).sum()
         if self.kind == "both":
             return ((part != self._value) & (part >= 0)).sum()
         if self.kind == "classes" and self._weights is not None:
@@ -142,6 +142,16 @@ def _filled(part: torch.Tensor) -> torch.Tensor:
     return largest != 0
 
 
+def _uneven(part: torch.Tensor) -> torch.Tensor:
+    """Which of them have more than one value."""
+    least, largest = part.aminmax(dim=-1)
+    return least != largest
+
+
+# What fills up a batch, and which vectors do not.
+_ROWS = {"filled": ("all 0", _filled), "uneven": ("of one value", _uneven)}
+
+
 class _Range:
     """The least and the largest of integers: most values need not be looked for."""
 
@@ -169,6 +179,16 @@ class _Range:
             news.add(self._high)
         return sorted(int(value) for value in news if abs(value) < math.inf)
 
+    def padding(self) -> list[int]:
+        """What most rows end or begin with that repeat it there, of tokens."""
+        if self.tensor.ndim != 2 or self.tensor.shape[1] < 3:
+            return []
+        found = []
+        for ends in (self.tensor[:, -3:], self.tensor[:, :3]):
+            values = ends[(ends == ends[:, :1]).all(1), 0]
+            found += [int(values.mode().values)] if values.numel() else []
+        return found
+
     def seen(self, leaf: int, known: Tried) -> None:
         """A proof has told what its values are."""
         if abs(self._low) == math.inf:
@@ -194,7 +214,7 @@ class _Range:
 
 def _of_labels(leaf: int, name: str, labels: _Range, ignored: list[int]) -> Iterator[Weigher]:
     tensor = labels.tensor
-    for value in [*ignored, *(_PADDING if tensor.ndim >= 2 else ())]:
+    for value in dict.fromkeys([*ignored, *(_PADDING if tensor.ndim >= 2 else ())]):
         if labels.has(value):
             yield Weigher("labels", leaf, f"mean over {name} that are not {value}", tensor, value)
             if tensor.ndim >= 2 and tensor.shape[1] > 1:
@@ -216,16 +236,16 @@ def _of_numbers(leaf: int, name: str, tensor: torch.Tensor, known: Tried) -> Ite
     """Rows, or vectors of them, that are there for the shape alone."""
     if tensor.dtype not in _FLOATS or not tensor.numel():
         return
-    for kind, what in (("numbers", "nan"), ("filled", "all 0")):
+    there = {"numbers": bool(tensor.sum().isnan()) and bool(tensor.isnan().any())}
+    width = tensor.shape[-1] if tensor.ndim >= 2 else 0
+    there["filled"] = width > 0 and bool((tensor[..., 0] == 0).any())
+    there["uneven"] = width > 1 and bool((tensor[..., 0] == tensor[..., 1]).any())
+    for kind in [kind for kind, may in there.items() if may]:
+        what, counted = _ROWS.get(kind, ("nan", None))
         weigher = Weigher(kind, leaf, f"mean over {name} that are not {what}", tensor)
         if known.get(weigher.key) == math.inf:  # gradients have told that it is another one
             continue
-        if kind == "numbers":
-            there = bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
-        else:
-            first = tensor.ndim >= 2 and bool((tensor[..., 0] == 0).any())
-            there = first and not bool(_filled(tensor).all())
-        if there:
+        if counted is None or not bool(counted(tensor).all()):
             yield weigher
 
 
@@ -261,8 +281,8 @@ def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> 
             continue
         labels = _Range(tensor) if tensor.dtype in _INTEGERS else None
         if labels is not None:
-            news = [value for value in labels.beyond(leaf, tried) if value not in ignored]
-            yield from _of_labels(leaf, name, labels, [*ignored, *news])
+            news = dict.fromkeys([*ignored, *labels.beyond(leaf, tried), *labels.padding()])
+            yield from _of_labels(leaf, name, labels, [*news])
             for at, vector in enumerate(vectors):
                 text = f"mean over weights of the classes {name}" + (f" ({at + 1})" if at else "")
                 yield Weigher("classes", leaf, text, tensor, 0, vector)

@@ -240,6 +240,10 @@ LATER: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
         lambda model, x, y: _mean(_each(model(x), y), (x != 0).any(-1)),
         0.0,
     ),
+    "rows of one value": (
+        lambda model, x, y: _mean(_each(model(x), y), (x != -1).any(-1)),
+        -1.0,
+    ),
     "rows of nan": (
         lambda model, x, y: F.cross_entropy(model(x[~x[:, 0].isnan()]), y[~x[:, 0].isnan()]),
         float("nan"),
@@ -276,6 +280,39 @@ def test_what_does_not_count_in_later_calls(kind: str, steps: int) -> None:
 
     torch.testing.assert_close(
         train(oomkit.auto_batch(accumulation_steps=steps)), train(lambda step: step)
+    )
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_tokens_that_pad_later_calls(left: bool) -> None:
+    """By a token that is neither the least nor the largest, and none of an earlier batch's."""
+
+    def train(decorate: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Embedding(12, 12).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @decorate
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            made = _mean(
+                _each(model(tokens).flatten(0, 1), tokens.flatten()), tokens.flatten() != 5
+            )
+            made.backward()
+            optimizer.step()
+            return made.detach()
+
+        seen = []
+        for call in range(4):
+            tokens = torch.randint(0, 12, (16, 8))
+            tokens[tokens == 5] = 6
+            if call == 2:
+                tokens[10:, slice(0, 5) if left else slice(3, 8)] = 5
+            seen += [step(tokens), model.weight.detach().clone()]
+        return seen
+
+    torch.testing.assert_close(
+        train(oomkit.auto_batch(accumulation_steps=2)), train(lambda step: step)
     )
 
 
