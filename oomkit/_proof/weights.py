@@ -143,9 +143,9 @@ def _filled(part: torch.Tensor) -> torch.Tensor:
 
 
 def _uneven(part: torch.Tensor) -> torch.Tensor:
-    """Which of them have more than one value."""
+    """Which of them have more than one value, or are all 1, as in a mask of what counts."""
     least, largest = part.aminmax(dim=-1)
-    return least != largest
+    return (least != largest) | (least == 1)
 
 
 # What fills up a batch, and which vectors do not.
