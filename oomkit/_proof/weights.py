@@ -111,7 +111,7 @@ class Weigher:
             tensor: the leaf of the present batch.
             cut: start and length of each slice.
         """
-        if self.kind == "sum" or tensor is None:
+        if self.kind == "sum" or tensor is None or not cut:
             return [1.0] * len(cut)
         parts = [self._count(tensor.narrow(0, start, length)) for start, length in cut]
         return [float(value) for value in torch.stack(parts).tolist()]  # a device waits once
