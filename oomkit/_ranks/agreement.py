@@ -83,11 +83,12 @@ class Agreement(Call):
         self._once = hooked and not self._may_overlap
         # Torch's first reduction of a static graph is another one, and all begin it or none. Ranks
         # that do not share memory cannot be told of an error in a reduction that they have begun;
-        # where that overlaps a rank with an error takes part in it (_post()).
+        # where that overlaps a rank with an error takes part in it (_post()). Nor do those who have
+        # left join() learn of one otherwise than by a vote.
         self._cautious = (
             not self.eased
             or any([r.first for r in self._reducers])
-            or not (world.shared or self._may_overlap)
+            or not (world.shared or (self._may_overlap and joined is None))
         )
         self._waits = joined is not None or all([m.require_backward_grad_sync for m in models])
         self._over = False

@@ -8,8 +8,8 @@ takes part with zeros in their reductions, and is back in torch's loop when all 
 update, or to the end without one. Their last vote tells it whether gradients are still to be
 reduced, and whether their next forward begins with a broadcast of buffers. Where an update is
 tight one more vote follows it, unless join() has other objects in it as well, as an optimizer whose
-update is made together with those that have left. All have to share memory, in which they tell of
-what they do.
+update is made together with those that have left. Ranks that share memory tell those who have left
+of a reduction as they begin it; others vote before each one, so that none overlaps with a backward.
 
 All ranks must have begun one such call over a model before one of them leaves. Of other models
 torch's hook is left as it is.
@@ -128,33 +128,16 @@ def refusal(model: Any) -> str | None:
     return None
 
 
-def _apart(world: World) -> str | None:
-    """The same of these ranks."""
-    if world.shared:
-        return None
-    if world.machines > 1:
-        return "inside join() all ranks need to be on one machine: leave join() out on several"
-    return (
-        "inside join() ranks need memory that they share: /dev/shm has to be there, with some "
-        "kilobytes of it free"
-    )
-
-
 def begin(model: Any) -> tuple[str, None] | tuple[None, Joined]:
     """A call begins on a rank that has not left: why it is not agreed on, or its part."""
-    world = present()
-    why = None if world is None else _apart(world)
-    if why is not None:
-        return why, None
     if _has_met(model) is None:
         if _alone.get(model) is model._join_config:
             return _LEFT, None
         work = Join.notify_join_context(model)
-        why = _apart(meet()) if _is_full(work) else _LEFT
-        if why is not None:
+        if not _is_full(work):
             _alone[model] = model._join_config
             _shadow_nothing(model)
-            return why, None
+            return _LEFT, None
         _met[model] = weakref.ref(meet())
         _watch()
     else:
@@ -187,6 +170,9 @@ class Left(Call):
 
     def _take_part(self, step: int) -> None:
         self.world.tell(step, NEVER)
+        self._reduce()
+
+    def _reduce(self) -> None:
         with self.owing():
             self._reducer.drain(begun=True)
         self.reduced = True
@@ -201,6 +187,8 @@ class Left(Call):
                 self._reducer.reset()
                 self.reduced = False
                 continue
+            if matter == matters.REDUCTION and not self.world.shared:
+                self._reduce()
             if matter & ~BROADCASTS in LAST:
                 last = matter
                 if largest % TIGHT == TROUBLE:
@@ -239,7 +227,7 @@ def _noted(world: World | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as failed:
-        if world is not None and world.shared and not isinstance(failed, _C.RankError):
+        if world is not None and not isinstance(failed, _C.RankError):
             world.note(failed)
         raise
 

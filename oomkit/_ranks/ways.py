@@ -52,6 +52,8 @@ _MOMENT = 0.002
 _STEPS = 1024
 """Of another machine's that are still there to be read: as many as csrc/ranks/vote.h keeps."""
 _RANKS = 1 << 16
+_LEAST = -(1 << 62)
+"""No matter is as small."""
 _WAITED = {_LATE: "has not come to a vote", _STOPPED: "is stopped"}
 
 Voted = tuple[int, int, bool]
@@ -221,6 +223,7 @@ class Gloo:
         self.steps = Steps(others, others.rank, len(others.told))
         self._group = group
         self._pending: list[Any] = []
+        self._matter = ANY
 
     def tell(self, step: int, stop: int) -> int:
         if self.follows:
@@ -247,10 +250,14 @@ class Gloo:
         self, word: int, rank: int, matter: int, same: bool, meanwhile: Meanwhile | None = None
     ) -> Voted:
         """The same of a word that is another rank's, who may have been at odds already."""
-        given = torch.tensor([_packed(word, rank), matter + (not same), -matter])
+        both = (_LEAST, _LEAST) if matter == ANY else (matter + (not same), -matter)
+        given = torch.tensor([_packed(word, rank), *both])
         self._wait(self._group.allreduce([given], _of(dist.ReduceOp.MAX)), meanwhile)
-        packed, most, least = given.tolist()
-        return *_unpacked(packed), most == -least
+        packed, self._matter, least = given.tolist()
+        return *_unpacked(packed), self._matter == -least
+
+    def matter(self) -> int:
+        return self._matter
 
     def give_up(self, matter: int) -> None:
         self.steps.voted()
@@ -359,8 +366,9 @@ class Nodes:
         meanwhile = None if follow is None else functools.partial(self._elsewhere, follow)
         if self.leads:
             try:
+                matter = self.within.matter()
                 largest, rank, same = self.leaders.largest(*voted[:2], matter, voted[2], meanwhile)
-                word = _packed(largest, rank) * 2 + same
+                matter, word = self.leaders.matter(), _packed(largest, rank) * 2 + same
             except _C.RankError as missed:
                 failure = missed
                 self.others.relay(str(missed).partition(_C.see("rank-failed"))[0])
@@ -377,6 +385,9 @@ class Nodes:
                 f"{text}{_C.see('rank-failed')}", told - _LOST - 1 if told > _LOST else None
             )
         return *_unpacked(told // 2), bool(told % 2)
+
+    def matter(self) -> int:
+        return self.within.matter()
 
     def _here(self, word: int, matter: int, seconds: float, follow: Follow | None) -> Voted:
         """A vote of this machine alone, which ends when ranks of another one miss somebody."""

@@ -304,8 +304,7 @@ class World:
         return largest
 
     def voted_on(self) -> int:
-        """The matter of the last vote, in which this rank voted on any; all share memory."""
-        assert isinstance(self._way, Shared)
+        """The matter of the last vote, in which this rank voted on any."""
         return self._way.matter()
 
     def gather(self, numbers: list[float], matter: int) -> list[list[float]]:

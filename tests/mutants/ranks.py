@@ -237,6 +237,17 @@ MUTANTS = [
         (f"{STEPS}::test_ranks_leave_as_with_torch_alone[plain True]",),
     ),
     Mutant(
+        "who-has-left-not-in-a-reduction-voted-on",
+        "without shared memory a rank that has left takes part in what was voted on",
+        "oomkit/_ranks/joins.py",
+        "            if matter == matters.REDUCTION and not self.world.shared:\n",
+        "            if matter == matters.REDUCTION and self.world.shared:\n",
+        (
+            f"{STEPS}::test_ranks_leave_without_shared_memory_and_on_several_machines"
+            "[gloo-plain True]",
+        ),
+    ),
+    Mutant(
         "divided-by-all-after-some-left",
         "gradients are divided by the ranks that have not left, where join() says so",
         "oomkit/_ranks/joins.py",
@@ -275,7 +286,7 @@ MUTANTS = [
         "oomkit/_ranks/joins.py",
         "                if largest < TIGHT:\n",
         "                if largest < AGAIN:\n",
-        (f"{UPDATES}::test_who_has_left_takes_part_in_the_vote_after_an_update[undone]",),
+        (f"{UPDATES}::test_who_has_left_takes_part_in_the_vote_after_an_update[-undone]",),
     ),
     Mutant(
         "who-has-left-awaited-in-an-update",
@@ -283,7 +294,7 @@ MUTANTS = [
         "oomkit/_ranks/joins.py",
         "% _AGREED < _BUSY\n",
         "% _AGREED >= 0.0\n",
-        (f"{UPDATES}::test_who_has_left_takes_part_in_the_vote_after_an_update[zero]",),
+        (f"{UPDATES}::test_who_has_left_takes_part_in_the_vote_after_an_update[-zero]",),
     ),
     Mutant(
         "update-settled-by-its-collectives",

@@ -467,26 +467,35 @@ def test_a_pipeline_over_ranks_is_told_of_at_the_first_call() -> None:
 
 @pytest.mark.parametrize("name", with_rest(SOME_JOINED, [*JOINED]))
 def test_ranks_leave_as_with_torch_alone(name: str) -> None:
-    given = JOINED[name]
     for rank, found in enumerate(_of(f"joined {name}")):
-        assert max(far for far, _ in found) < 1e-12, found
-        for (_, fails), (_, ooms) in zip(given["cases"], found, strict=True):
-            places = [place for place in fails if place.startswith(f"{rank} ")]
-            if given["kind"] == "idle":  # every second step does nothing
-                places = [place for place in places if int(place[2:]) % 2 == 1]
-            assert (ooms > 0) == bool(places)
+        _left_as_with_torch(JOINED[name], rank, found)
+
+
+def _left_as_with_torch(given: dict[str, Any], rank: int, found: list[Any]) -> None:
+    assert max(far for far, _ in found) < 1e-12, found
+    for (_, fails), (_, ooms) in zip(given["cases"], found, strict=True):
+        places = [place for place in fails if place.startswith(f"{rank} ")]
+        if given["kind"] == "idle":  # every second step does nothing
+            places = [place for place in places if int(place[2:]) % 2 == 1]
+        assert (ooms > 0) == bool(places)
+
+
+APART: dict[str, dict[str, Any]] = {"gloo": {"gloo": True}, "machines": {"nodes": [1, 1]}}
 
 
 @pytest.mark.whole
-def test_three_of_four_ranks_leave() -> None:
+@pytest.mark.parametrize("way", [{}, {"gloo": True}, {"nodes": [2, 2]}, {"nodes": [3, 1]}], ids=str)
+def test_three_of_four_ranks_leave(way: dict[str, Any]) -> None:
     cases = [[[3, 1, 4, 2], {}], [[3, 1, 4, 2], {"2 3": ["backward", 2], "0 1": ["forward", 2]}]]
     for divide in (True, False):
-        for found in results_of("joins:joined", 4, kind="plain", divide=divide, cases=cases):
+        for found in results_of("joins:joined", 4, kind="plain", divide=divide, cases=cases, **way):
             assert max(far for far, _ in found) < 1e-12, found
 
 
-def test_who_has_left_is_told_of_errors() -> None:
-    first, second = _of("left")
+@pytest.mark.parametrize("way", with_rest(["shared"], ["shared", *APART]))
+def test_who_has_left_is_told_of_errors(way: str) -> None:
+    shared = way == "shared"
+    first, second = _of("left") if shared else results_of("joins:left", 2, **APART[way])
     error = "ValueError: a label that there is not"
     for kind in (0, 1):
         assert message_of(first[kind]) == f"RankError: rank 1 cannot continue: {error}"
@@ -498,9 +507,12 @@ def test_who_has_left_is_told_of_errors() -> None:
         assert "cannot run a forward after the update inside join()" in one[4]
 
 
-@pytest.mark.parametrize("fails", with_rest(["between"], ["between", "after"]))
-def test_who_has_left_is_told_who_has_ended_with_what(fails: str) -> None:
-    first, _ = ranks_of("joins:left_outside", 2, fails=fails)
+ENDED = list(itertools.product(("between", "after"), ("shared", *APART)))
+
+
+@pytest.mark.parametrize(("fails", "way"), with_rest([("between", "shared")], ENDED))
+def test_who_has_left_is_told_who_has_ended_with_what(fails: str, way: str) -> None:
+    first, _ = ranks_of("joins:left_outside", 2, fails=fails, **APART.get(way, {}))
     assert first.result.startswith("RuntimeError: ") and not first.hung
     assert "oomkit: rank 1 (process" in first.result
     assert "ValueError: a label that there is not" in first.result
@@ -523,26 +535,21 @@ def test_calls_that_are_not_agreed_on_leave_nothing_behind_in_join() -> None:
     assert _of("not agreed on") == [True, True]
 
 
-@pytest.mark.whole
-def test_ranks_that_leave_need_to_share_memory() -> None:
-    cases = [[[2, 3], {}]]
-    for way in ({"nodes": [1, 1]}, {"gloo": True}):
-        given = {"kind": "idle, norm", "divide": True, "cases": cases, **way}
-        for found in results_of("joins:joined", 2, **given):
-            assert found == [[0.0, 0]]
+LEFT_APART = list(itertools.product(APART, JOINED))
+SOME_LEFT_APART = sampled(LEFT_APART, 2, "left apart", always=lambda case: case[1] == "plain True")
 
 
-CANNOT_LEAVE: list[tuple[dict[str, Any], str]] = [
-    ({"nodes": [1, 1]}, "inside join() all ranks need to be on one machine"),
-    ({"nodes": [1, 1], "gloo": True}, "inside join() all ranks need to be on one machine"),
-    ({"gloo": True}, "inside join() ranks need memory that they share: /dev/shm has to be"),
-]
-
-
-@pytest.mark.parametrize(("way", "why"), with_rest(CANNOT_LEAVE[2:], CANNOT_LEAVE), ids=str)
-def test_ranks_that_cannot_leave_are_told_why(way: dict[str, Any], why: str) -> None:
-    for found in results_of("steps:refused", 2, how=["joined"], **way):
-        assert why in found[0]
+@pytest.mark.parametrize(("way", "name"), with_rest(SOME_LEFT_APART, LEFT_APART))
+def test_ranks_leave_without_shared_memory_and_on_several_machines(way: str, name: str) -> None:
+    chosen = (way, name) in SOME_LEFT_APART
+    programs = {
+        n: ("joins:joined", of)
+        for n, of in JOINED.items()
+        if ((way, n) in SOME_LEFT_APART) == chosen
+    }
+    every = results_once("common:together", 2, 300.0, programs=programs, **APART[way])
+    for rank, found in enumerate(every):
+        _left_as_with_torch(JOINED[name], rank, found[name])
 
 
 def test_zeros_that_a_failed_rank_owes_are_tried_for_again() -> None:

@@ -395,7 +395,7 @@ def _refused_ddp(how: str) -> Any:
     if how == "subgroup":
         given["process_group"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     model = DistributedDataParallel(_Rows(), **given)
-    if how in ("joined", "static, joined", "joined, another torch"):
+    if how in ("static, joined", "joined, another torch"):
         model.join()
     elif how == "joined second":
         Join([DistributedDataParallel(_Rows()), model])
