@@ -224,6 +224,7 @@ typedef struct oomkit_updating {
     int count;
     Py_ssize_t room;
     int step_failed;   /* an optimizer's step ran out of memory and was not finished */
+    int raised;        /* the last one ended with an error, of whatever kind */
     int made;          /* optimizer steps that were made in this attempt */
     int params_stuck;  /* parameters changed by the step itself stay changed */
     int committed;     /* a scheduler or scaler moved on: nothing can be taken back */

@@ -477,7 +477,7 @@ interceptor_real(interceptor_object *self, PyObject *const *args, size_t nargsf,
              : self->kind == OOMKIT_OWNER_SCHEDULER
                  ? interceptor_scheduler(self, args, nargsf, kwnames)
                  : interceptor_other(self, args, nargsf, kwnames);
-    if (oomkit_update_leave(call)) {
+    if (oomkit_update_leave(call, result == NULL)) {
         if (result == NULL) {
             oomkit_attributes_undo(call);
         }

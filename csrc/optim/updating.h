@@ -104,6 +104,13 @@ oomkit_params_found_stuck(oomkit_call *call, int surely)
     call->updating.params_stuck = surely ? 1 : 2;
 }
 
+/* Has the last one raised an error, so that it may be half made? */
+static inline int
+oomkit_update_has_raised(const oomkit_call *call)
+{
+    return call->updating.raised;
+}
+
 /* An intercepted method begins; it has been left: was it the outermost one? */
 static inline void
 oomkit_update_enter(oomkit_call *call)
@@ -112,8 +119,9 @@ oomkit_update_enter(oomkit_call *call)
 }
 
 static inline int
-oomkit_update_leave(oomkit_call *call)
+oomkit_update_leave(oomkit_call *call, int raised)
 {
+    call->updating.raised = raised;
     call->updating.shared &= call->updating.depth > 1;
     return --call->updating.depth == 0;
 }
@@ -189,6 +197,7 @@ oomkit_updates_forget(oomkit_call *call)
 
     u->committed = u->made = u->unknown_made = u->params_stuck = 0;
     u->depth = u->closure = u->shared = u->unknown_begun = u->step_failed = 0;
+    u->raised = 0;
 }
 
 #endif

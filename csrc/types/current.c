@@ -1,6 +1,7 @@
 /* oomkit.current(): where in a split call this code runs. */
 #include "current.h"
 #include "../loop/chunks.h"
+#include "../optim/optim.h"
 #include "../optim/updating.h"
 #include "../undo/undo.h"
 
@@ -88,6 +89,16 @@ current_updates(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(call != NULL && oomkit_update_runs(call));
 }
 
+/* Have the updates of a call all been made? */
+static PyObject *
+current_updated(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    const oomkit_call *call = oomkit_call_current();
+
+    return PyBool_FromLong(call != NULL && !oomkit_update_has_raised(call) &&
+                           !oomkit_updates_are_left(call));
+}
+
 /* An update makes a collective now. Is it its first one? False where none runs. */
 static PyObject *
 current_shares_update(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
@@ -139,6 +150,8 @@ PyMethodDef oomkit_current_methods[] = {
      "0; 1 in a part of a loop; 2 in a micro-batch of a call, 3 in its last."},
     {"_updates", current_updates, METH_NOARGS,
      "_updates()\n--\n\nDoes an optimizer's step(), or what goes with it, run?"},
+    {"_updated", current_updated, METH_NOARGS,
+     "_updated()\n--\n\nHave all updates of the call been made, to their end?"},
     {"_shares_update", current_shares_update, METH_NOARGS,
      "_shares_update()\n--\n\nAn update makes a collective: is it its first one?"},
     {"_force_slices", current_force_slices, METH_O,

@@ -84,9 +84,11 @@ class Agreement(Call):
         # Torch's first reduction of a static graph is another one, and all begin it or none. Ranks
         # that do not share memory cannot be told of an error in a reduction that they have begun;
         # where that overlaps a rank with an error takes part in it (_post()). Nor do those who have
-        # left join() learn of one otherwise than by a vote.
+        # left join() learn of one otherwise than by a vote. With collectives of the step's own in
+        # its backward others would wait for those as for its buckets.
         self._cautious = (
             not self.eased
+            or step in world.apart
             or any([r.first for r in self._reducers])
             or not (world.shared or (self._may_overlap and joined is None))
         )
@@ -274,7 +276,7 @@ class Agreement(Call):
         self._whole, self.trouble = False, True
         if self.own:
             raise self.cannot(f"it has to begin again after {self.own}() of the step's own")
-        if self._done > 0 or any(reducer.flying for reducer in self._reducers):
+        if self._done > 0 or self._is_flying():
             if self._once:
                 raise self.cannot(
                     "it has to begin again after a communication hook had run, whose state cannot "
@@ -322,9 +324,16 @@ class Agreement(Call):
         self._drain(self._reducers[step], begun=True)
 
     def is_models(self) -> bool:
-        return self._models_own or torch._C._current_graph_task_id() != -1
+        return self._models_own or (_in_backward() and self._is_flying())
+
+    def _is_flying(self) -> bool:
+        return any(reducer.flying for reducer in self._reducers)
 
     def own_collective(self, name: str) -> bool:
+        if not self._models_own and _in_backward():
+            hooked = any(reducer.model._comm_hooks for reducer in self._reducers)
+            if not (self._is_flying() and hooked):  # hooks run where the reduction overlaps
+                self.world.apart.add(self.step)
         if self.is_models():
             return False
         self.settle_first()
@@ -387,8 +396,7 @@ class Agreement(Call):
         """An error leaves the call: who waits for this rank is told."""
         text = self.note(exception)
         waits = self._synchronises()
-        flying = any(reducer.flying for reducer in self._reducers)
-        awaited = flying or self._done > 0 or self.weighs or (self._cautious and waits)
+        awaited = self._is_flying() or self._done > 0 or self.weighs or (self._cautious and waits)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
             for reducer in self._reducers:
                 self._drain(reducer)
@@ -411,6 +419,10 @@ class Agreement(Call):
         if self.is_waited_for():  # the others may begin a reduction at any time
             with contextlib.suppress(RuntimeError):
                 self.fails_with(self._take_part)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _are_plain(hooks: list[Any]) -> bool:

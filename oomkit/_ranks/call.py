@@ -164,8 +164,10 @@ class Call:
         return self.lost or (self.unsettled and not _is_broken(exception))
 
     def is_over(self, exception: BaseException) -> bool:
-        """Was this an error of the step's own, after the updates of all?"""
-        return self.committed and not self.unsettled and not _is_broken(exception)
+        """Was this an error of the step's own, after the updates of all? One from within them, or
+        between two, leaves this rank's parameters apart from those of others."""
+        over = self.committed and not self.unsettled and _C._updated()
+        return over and not _is_broken(exception)
 
     def not_come(self) -> None:
         """All begin again: neither vote on the update has been."""

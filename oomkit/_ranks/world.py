@@ -113,6 +113,8 @@ class World:
         self.calls = 0
         self.at_ease: weakref.WeakSet[Any] = weakref.WeakSet()
         """Steps whose last call all ranks came through without trouble, to its update or end."""
+        self.apart: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Steps with collectives of their own in a backward, beside which no reduction runs."""
         self.known: weakref.WeakSet[Any] = weakref.WeakSet()
         """Models of DistributedDataParallel that calls were agreed on over."""
         self.thread = 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.sample import sampled, with_rest
 
-from .launch import results_once
+from .launch import results_of, results_once
 
 PARTS = {"optimizer_safety": "parts"}
 COPY = {"optimizer_safety": "copy"}
@@ -66,7 +66,6 @@ LAST: dict[str, dict[str, Any]] = {
     "nothing made": {**GOOD, **NEAR, "ladder": []},
     "not found": {"times": 1, "nth": 3, "hidden": True},
     "it does not go back": {**GOOD, "stubborn": True, **PARTS},
-    "after it": {"errs": "after", **PARTS},
 }
 
 
@@ -171,9 +170,20 @@ def test_what_does_not_go_back_is_an_error_on_all() -> None:
 
 
 def test_an_error_after_it_is_the_ranks_own() -> None:
-    other, failed = _of("last after it")
+    # Alone: other programs of the same function make two updates.
+    given = {"cases": {"after it": {"errs": "after", **PARTS}}}
+    other, failed = (found["after it"] for found in results_of("updates:cases", 2, **given))
     assert (other["error"], failed["error"][:11]) == ("", "ValueError:")
     assert other["after"] and failed["after"]
+
+
+@pytest.mark.parametrize("where", ["within", "between"])
+def test_an_error_before_its_end_is_told_before_the_next_one(where: str) -> None:
+    other, failed = results_of("updates:ends_within", 2, where=where, models=2)
+    error = "ValueError: a label that there is not"
+    assert other[:2] == ["", ""] and failed[:2] == ["", error]
+    assert other[2].startswith(f"RankError: rank 1 cannot continue: {error}")
+    assert failed[2] != ""
 
 
 @pytest.mark.parametrize("way", with_rest(sampled(["gloo", "nodes"], 1, "way"), ["gloo", "nodes"]))

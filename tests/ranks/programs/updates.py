@@ -309,6 +309,23 @@ def one_zero(rank: Rank, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def ends_within(rank: Rank) -> list[str]:
+    """An error on rank 1 in the second of three steps, which its program catches: within the
+    update, or between two. What this rank is told."""
+    rank.join(20.0)
+    torch.set_default_dtype(torch.float64)
+    program = Program(rank.arguments)
+    for optimizer in program.optimizers:
+        optimizer.register_step_post_hook(lambda *_: program._err("within"))
+    step = oomkit.auto_batch(program.step, verify=False, ladder=())
+    torch.manual_seed(rank.rank + 1)
+    found = []
+    for turn in range(3):
+        program.errs = rank.arguments["where"] if turn == 1 else ""
+        found.append(_told(lambda: step(torch.randn(8, 4), torch.randn(8, 2))))
+    return found
+
+
 KINDS = {"one": one, "joined": one_joined, "zero": one_zero}
 
 
