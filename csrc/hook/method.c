@@ -272,14 +272,16 @@ interceptor_commit(interceptor_object *self, int index, int closure, int *fits)
 }
 
 /* Is there room for it? *fits as oomkit_update_fits(); what may be wanted back is
- * copied, unless each part does that. 0 or -1. */
+ * copied, unless each part does that. Ranks vote, or later where a closure computes
+ * the gradients. 0 or -1. */
 static int
-interceptor_room(interceptor_object *self, int index, int closure, int *fits)
+interceptor_room(interceptor_object *self, int index, int closure, int computes,
+                 int *fits)
 {
     oomkit_call *call = self->call;
 
     *fits = closure ? 1 : oomkit_update_fits(call, self->target, index);
-    if (*fits < 0 || (oomkit_ranks_will_commit(call) &&
+    if (*fits < 0 || (!computes && oomkit_ranks_will_commit(call) &&
                       interceptor_commit(self, index, closure, fits) < 0)) {
         return -1;
     }
@@ -304,6 +306,25 @@ interceptor_goes_on(interceptor_object *self, int index, int closure)
     return kept < 0 || fits < 0 ? -1 : fits == 0;
 }
 
+/* A step() whose closure computes the gradients. New reference or NULL. */
+static PyObject *
+interceptor_computes(interceptor_object *self, int index, PyObject *const *args,
+                     size_t nargsf, PyObject *kwnames)
+{
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    OWNED PyObject *given = NULL;
+
+    if (oomkit_ranks_will_commit(self->call)) {
+        given = oomkit_given_agreed(self, args, n, kwnames);
+        if (given == NULL) {
+            return NULL;
+        }
+        args = ((PyTupleObject *)given)->ob_item;
+    }
+    return interceptor_computed(
+        self, index, oomkit_interceptor_original(self, args, (size_t)n, kwnames));
+}
+
 /* optimizer.step() for real: marked, predicted, and retried once if nothing moved. A
  * closure without a backward before it computes the gradients. */
 static PyObject *
@@ -318,12 +339,11 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
 
     call->refused.why = computes ? OOMKIT_CLOSURE_REFUSAL : call->refused.why;
     if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
-        interceptor_room(self, index, closure, &fits) < 0) {
+        interceptor_room(self, index, closure, computes, &fits) < 0) {
         return NULL;
     }
     if (computes) {
-        return interceptor_computed(
-            self, index, oomkit_interceptor_original(self, args, nargsf, kwnames));
+        return interceptor_computes(self, index, args, nargsf, kwnames);
     }
     oomkit_phase_optimizer(call);
     for (attempt = 0;; attempt++) {

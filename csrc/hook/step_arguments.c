@@ -10,6 +10,7 @@
 #include "../optim/optim.h"
 #include "../py/errors.h"
 #include "../py/tensor.h"
+#include "../ranks/agree.h"
 
 /* SplitError with the line. -1 always. */
 static int
@@ -113,6 +114,26 @@ oomkit_interceptor_is_closure(PyObject *const *args, Py_ssize_t positional,
     return args[i] != Py_None &&
            PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i - positional),
                                             "closure") == 0;
+}
+
+PyObject *
+oomkit_given_agreed(interceptor_object *self, PyObject *const *args,
+                    Py_ssize_t positional, PyObject *kwnames)
+{
+    Py_ssize_t i, n = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    OWNED PyObject *result = PyTuple_New(n);
+
+    for (i = 0; result != NULL && i < n; i++) {
+        PyObject *value = /* owned, stolen */
+            oomkit_interceptor_is_closure(args, positional, kwnames, i)
+                ? oomkit_ranks_closure(self->call, args[i])
+                : Py_NewRef(args[i]);
+        if (value == NULL) {
+            return NULL;
+        }
+        PyTuple_SET_ITEM(result, i, value);
+    }
+    return STEAL(result);
 }
 
 /* Is step() handed a closure, by position or by name? */

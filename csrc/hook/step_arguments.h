@@ -20,5 +20,10 @@ oomkit_given_note(interceptor_object *self, PyObject *const *args,
 PyObject *
 oomkit_given_settle(interceptor_object *self, PyObject *const *args,
                     Py_ssize_t positional, PyObject *kwnames);
+/* The arguments where a closure computes the gradients of ranks that agree: they vote
+ * when it has returned. The same. */
+PyObject *
+oomkit_given_agreed(interceptor_object *self, PyObject *const *args,
+                    Py_ssize_t positional, PyObject *kwnames);
 
 #endif

@@ -277,6 +277,12 @@ oomkit_ranks_commit(oomkit_call *call, int tight)
                : 0;
 }
 
+PyObject *
+oomkit_ranks_closure(oomkit_call *call, PyObject *closure)
+{
+    return ranks_call(call, "closure", closure);
+}
+
 int
 oomkit_ranks_settle(oomkit_call *call)
 {

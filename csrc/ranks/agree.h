@@ -33,6 +33,10 @@ int
 oomkit_ranks_commit(oomkit_call *call, int tight);
 int
 oomkit_ranks_returned(oomkit_call *call);
+/* The same, told when a closure (borrowed) of an optimizer's step() has returned, which
+ * computes the gradients. New reference: what is called in its place, or NULL. */
+PyObject *
+oomkit_ranks_closure(oomkit_call *call, PyObject *closure);
 /* Is that vote still to come? */
 static inline int
 oomkit_ranks_will_commit(const oomkit_call *call)

@@ -3,6 +3,7 @@
 #include "../loop/chunks.h"
 #include "../optim/optim.h"
 #include "../optim/updating.h"
+#include "../ranks/agree.h"
 #include "../undo/undo.h"
 
 static PyStructSequence_Field current_fields[] = {
@@ -89,6 +90,18 @@ current_updates(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(call != NULL && oomkit_update_runs(call));
 }
 
+/* The vote before an update, in a closure that has computed its gradients. */
+static PyObject *
+current_commits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    oomkit_call *call = oomkit_call_current();
+
+    if (call != NULL && oomkit_ranks_commit(call, OOMKIT_UPDATE_ROOMY) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 /* Have the updates of a call all been made? */
 static PyObject *
 current_updated(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
@@ -152,6 +165,8 @@ PyMethodDef oomkit_current_methods[] = {
      "_updates()\n--\n\nDoes an optimizer's step(), or what goes with it, run?"},
     {"_updated", current_updated, METH_NOARGS,
      "_updated()\n--\n\nHave all updates of the call been made, to their end?"},
+    {"_commits", current_commits, METH_NOARGS,
+     "_commits()\n--\n\nA closure has computed the gradients of an update."},
     {"_shares_update", current_shares_update, METH_NOARGS,
      "_shares_update()\n--\n\nAn update makes a collective: is it its first one?"},
     {"_force_slices", current_force_slices, METH_O,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -125,6 +125,16 @@ class Call:
             self.world.at_ease.add(self.step)
         self.committed, self.tight = True, largest // TIGHT
         return True
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The same, told when a closure has returned that computes the gradients of an update."""
+
+        def computes() -> Any:
+            computed = closure()
+            _C._commits()
+            return computed
+
+        return computes
 
     @property
     def unsettled(self) -> bool:

@@ -186,6 +186,20 @@ def test_an_error_before_its_end_is_told_before_the_next_one(where: str) -> None
     assert failed[2] != ""
 
 
+CLOSURES = list(itertools.product((False, True), ("", "gloo", "nodes")))
+
+
+@pytest.mark.parametrize(("sharded", "way"), with_rest([(False, "")], CLOSURES))
+def test_nobody_updates_before_all_have_come_through_their_closure(sharded: bool, way: str) -> None:
+    places = [["backward", nth] for nth in (1, 2, 4, 7, 9)] + [["optimizer", 1], ["optimizer", 2]]
+    given = {"optimizer": "SGD", "sharded": sharded, "places": places, **WAYS[way]}
+    for every in zip(*results_of("updates:closures", 2, **given), strict=True):
+        (other, same, _), (error, undone, fired) = every
+        assert fired and same and undone, every
+        assert error.startswith("OutOfMemory: ") and "closure" in error
+        assert other.startswith("RankError: rank 1 cannot continue: OutOfMemory: ")
+
+
 @pytest.mark.parametrize("way", with_rest(sampled(["gloo", "nodes"], 1, "way"), ["gloo", "nodes"]))
 def test_where_ranks_do_not_share_memory(way: str) -> None:
     for name in _names({name: MADE[name] for name in MADE if name in BY_EACH_WAY}):

@@ -326,6 +326,38 @@ def ends_within(rank: Rank) -> list[str]:
     return found
 
 
+def closures(rank: Rank) -> list[list[Any]]:
+    """Updates whose closure computes the gradients, of which one has no memory at a place of rank
+    1's, with healthy ones between: what is raised, and whether parameters have moved."""
+    rank.votes_by()
+    rank.join(20.0)
+    torch.set_default_dtype(torch.float64)
+    oomkit._C.cpu_set_limit(ENOUGH)
+    program = Program(rank.arguments)
+    (model,), (optimizer,) = program.models, program.optimizers
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        of_all = F.mse_loss(model(x), y)
+        of_all.backward()
+        return of_all
+
+    step = oomkit.auto_batch(lambda x: optimizer.step(loss), verify=False, model=model)
+    found = []
+    for phase, nth in rank.arguments["places"]:
+        step(x)
+        before = program.state()
+        fails: Any = contextlib.nullcontext()
+        if rank.rank == 1:
+            fails = inject_oom(phase=phase, nth=nth)
+        with fails as faults:
+            error = _told(lambda: step(x))
+        fired = rank.rank == 0 or faults.fired > 0
+        found.append([error, _same(program.state(), before), fired])
+    return found
+
+
 KINDS = {"one": one, "joined": one_joined, "zero": one_zero}
 
 
