@@ -397,13 +397,16 @@ class Agreement(Call):
         text = self.note(exception)
         waits = self._synchronises()
         awaited = self._is_flying() or self._done > 0 or self.weighs or (self._cautious and waits)
+        tells = not (self.told or self._over or self.is_over(exception))
+        if tells:  # before this rank waits: others may wait in a collective of the step's own
+            self.world.say(text)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
             for reducer in self._reducers:
                 self._drain(reducer)
         with contextlib.suppress(RuntimeError):
             for reducer in self._reducers:
                 reducer.abandon()
-        if self.told or self._over or self.is_over(exception):
+        if not tells:
             return
         if self.committed or (awaited and not self.world.shared):
             self.world.give_up(text, self.matter(matters.COMMIT))
@@ -412,10 +415,7 @@ class Agreement(Call):
             if waits and self._may_overlap:  # the others' first step is a reduction
                 self.world.give_up(text, self.matter(matters.COMMIT))
                 self._post()
-            else:
-                self.world.say(text)
             return
-        self.world.say(text)
         if self.is_waited_for():  # the others may begin a reduction at any time
             with contextlib.suppress(RuntimeError):
                 self.fails_with(self._take_part)

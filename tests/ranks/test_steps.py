@@ -253,17 +253,31 @@ def test_an_error_that_is_caught_reaches_all_at_once_and_all_go_on(name: str) ->
     assert max(first[1], second[1]) < 5.0  # the time that an error waits for others
 
 
-TOLD = list(itertools.product((2, 4), KINDS))
-
-
-@pytest.mark.parametrize(
-    ("world", "kind"), with_rest(sampled(TOLD, 2, "told", kind=lambda case: case[1]), TOLD)
+TOLD = list(itertools.product((2, 4), KINDS, ("shared", "gloo", "machines")))
+SOME_TOLD = sampled(
+    [case for case in TOLD if case[2] == "shared"], 2, "told", kind=lambda case: case[1]
 )
-def test_an_error_of_one_rank_reaches_all_within_a_second(world: int, kind: str) -> None:
+
+
+@pytest.mark.parametrize(("world", "kind", "way"), with_rest(SOME_TOLD, TOLD))
+def test_an_error_of_one_rank_reaches_all_within_a_second(world: int, kind: str, way: str) -> None:
     """A second is what is promised. On idle cores it takes milliseconds, in a collective of the
     step's own a quarter of a second; the rest is for ranks that wait for a core, four on two."""
     cases = list(itertools.product(("entry", "loss", "own"), (0, world - 1)))
-    found = results_of("told:told", world, sharded=kind == "fsdp", cases=cases)
+    _reaches_all(cases, world, kind, way)
+
+
+@pytest.mark.parametrize(("world", "kind", "way"), with_rest([(2, "ddp", "shared")], TOLD))
+def test_it_reaches_ranks_in_a_collective_of_a_backward(world: int, kind: str, way: str) -> None:
+    cases = list(itertools.product(("entry", "between"), (0, world - 1)))
+    _reaches_all(cases, world, kind, way, gathers=True)
+
+
+def _reaches_all(
+    cases: list[tuple[str, int]], world: int, kind: str, way: str, **given: Any
+) -> None:
+    given |= {"gloo": {"gloo": True}, "machines": {"nodes": [world // 2] * 2}}.get(way, {})
+    found = results_of("told:told", world, sharded=kind == "fsdp", cases=cases, **given)
     for index, (place, who) in enumerate(cases):
         own, failed = found[who][index]
         assert own.startswith("TypeError: " if place == "own" else "ValueError: "), own

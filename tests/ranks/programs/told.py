@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 
 import oomkit
 
@@ -30,6 +31,7 @@ def told(rank: Rank) -> list[list[Any]]:
         model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     place, who, group = "", 0, dist.new_group()
+    gathers = rank.arguments.get("gathers", False)
     failed: list[float] = []
 
     def fails(where: str) -> bool:
@@ -48,6 +50,10 @@ def told(rank: Rank) -> list[list[Any]]:
         if place == "own":  # the others come to it, and wait
             mean: Any = "a loss" if fails("own") else loss.detach().clone()
             dist.all_reduce(mean, group=group)
+        if gathers:  # with a collective in its backward as well
+            loss = loss + 0.1 * all_reduce(loss, group=group)
+        if fails("between"):
+            raise ValueError("a label that there is not")
         loss.backward()
         optimizer.step()
 
