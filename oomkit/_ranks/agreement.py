@@ -392,13 +392,23 @@ class Agreement(Call):
     def is_waited_for(self) -> bool:
         return self.world.shared and (self.weighs or self._synchronises())
 
+    def misses(self) -> None:
+        if self.world.shared:
+            super().misses()
+        elif not self.committed and (self.weighs or self._done > 0 or self._synchronises()):
+            self.vote(FINE, matters.COMMIT)  # one that has failed has given up
+
     def _excuse(self, exception: BaseException) -> None:
         """An error leaves the call: who waits for this rank is told."""
         text = self.note(exception)
         waits = self._synchronises()
         awaited = self._is_flying() or self._done > 0 or self.weighs or (self._cautious and waits)
         tells = not (self.told or self._over or self.is_over(exception))
-        if tells:  # before this rank waits: others may wait in a collective of the step's own
+        gives_up = tells and (self.committed or (awaited and not self.world.shared))
+        # Before this rank waits: others may wait in a collective of the step's own.
+        if gives_up:
+            self.world.give_up(text, self.matter(matters.COMMIT))
+        elif tells:
             self.world.say(text)
         with contextlib.suppress(RuntimeError):  # the others are gone, or the group is
             for reducer in self._reducers:
@@ -406,10 +416,7 @@ class Agreement(Call):
         with contextlib.suppress(RuntimeError):
             for reducer in self._reducers:
                 reducer.abandon()
-        if not tells:
-            return
-        if self.committed or (awaited and not self.world.shared):
-            self.world.give_up(text, self.matter(matters.COMMIT))
+        if gives_up or not tells:
             return
         if not self.world.shared:
             if waits and self._may_overlap:  # the others' first step is a reduction
