@@ -566,6 +566,13 @@ def test_ranks_leave_without_shared_memory_and_on_several_machines(way: str, nam
         _left_as_with_torch(JOINED[name], rank, found[name])
 
 
+def test_a_step_by_accelerate_is_retried() -> None:
+    places = [["forward", 3], ["backward", 5], ["backward", 9]]
+    one, failed = results_of("accelerated:accelerated", 2, places=places)
+    assert max(far for far, _ in [*one, *failed]) < 1e-12
+    assert all(ooms > 0 for _, ooms in failed), failed
+
+
 def test_zeros_that_a_failed_rank_owes_are_tried_for_again() -> None:
     for found in results_of("owed:zeros", 2, times=1):
         assert found == [["nothing"] * 3, True]
