@@ -44,6 +44,7 @@ from .joins import begin as begin_joined
 from .joins import refusal as join_refusal
 from .reducer import UNTOUCHED, Reducer, reducer_of
 from .reducer import refusal as reducer_refusal
+from .refused import UPDATES, has_updates, refusal_of_norms
 from .ways import AGAIN, FATAL, FINE, NEVER, STOP
 from .world import World, meet, present
 
@@ -457,9 +458,9 @@ def _second_broadcast() -> None:
 def _modules_refusal(model: Any) -> str | None:
     if any(type(p).__name__ == "DTensor" for p in model.parameters()):
         return _TENSOR_PARALLEL
+    if (why := refusal_of_norms(model)) is not None:
+        return why
     for module in model.modules():
-        if isinstance(module, torch.nn.SyncBatchNorm):
-            return "SyncBatchNorm communicates inside the forward"
         if getattr(module, "sparse", False) is True:
             return f"{type(module).__name__}(sparse=True) has sparse gradients"
     return None
@@ -499,6 +500,8 @@ def _refusal(model: Any) -> str | None:
         return "its process group is not that of all ranks"
     if hasattr(model, "buffer_hook"):
         return "it has a hook for its buffers"
+    if any(has_updates(p) for p in model.module.parameters()):
+        return UPDATES
     if model not in _looked_at:
         _looked_at[model] = _modules_refusal(model)
     return _looked_at[model]

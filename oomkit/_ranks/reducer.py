@@ -13,7 +13,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -213,7 +213,8 @@ class Reducer:
         with torch.enable_grad():
             root = _Touch.apply(*reversed(used))  # type: ignore[no-untyped-call]
         self.real.prepare_for_backward([root] if self.finds else [])
-        _run(root)
+        with _without_hooks(used):
+            _run(root)
 
     def parts(self) -> list[Callable[[], Any]]:
         """This rank's part, with zeros, in each collective of a reduction."""
@@ -277,6 +278,36 @@ class Reducer:
 
     def leave(self) -> None:
         """The call is over."""
+
+
+def _hooks(p: torch.Tensor) -> Iterator[Any]:
+    """The hooks in Python on a parameter, and on the node that adds to its gradient. The reducer's
+    own ones are there, too, but in C++."""
+    yield from (p._backward_hooks, p._post_accumulate_grad_hooks)
+    node: Any = torch.autograd.graph.get_gradient_edge(p).node
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref()  # of all hooks of the node that were registered this way
+        handle.remove()
+        yield hooks
+
+
+def _nothing(*_: Any) -> None:
+    """In place of a hook: registered to find the others."""
+
+
+@contextlib.contextmanager
+def _without_hooks(params: list[torch.Tensor]) -> Iterator[None]:
+    """Hooks on parameters have seen the step's own backward, and see no second one."""
+    found = [hooks for p in params for hooks in _hooks(p) if hooks]
+    held = [list(hooks.items()) for hooks in found]
+    try:
+        for hooks in found:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, those in zip(found, held, strict=True):
+            hooks.update(those)
 
 
 def _run(root: torch.Tensor) -> None:
@@ -429,8 +460,9 @@ class StaticReducer(Reducer):
         self._reductions += 1
         self._counts = False
         self.real.prepare_for_backward([])
-        for root in roots:
-            _run(root)
+        with _without_hooks(used):
+            for root in roots:
+                _run(root)
         if self.first:
             self.real._delay_all_reduce()
         self.real._check_reducer_finalized()

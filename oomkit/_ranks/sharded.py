@@ -31,6 +31,7 @@ from .. import _C
 from . import matters, private
 from .call import Call, refuse_in_parts
 from .others import error
+from .refused import UPDATES, has_updates, refusal_of_norms
 from .ways import AGAIN, FINE, NEVER, OTHERS, STOP
 from .world import World
 
@@ -556,7 +557,7 @@ def refusal(model: Any) -> str | None:
         why = _group_refusal(group)
         if why is not None:
             return why
-    return None
+    return refusal_of_norms(model)
 
 
 def _group_refusal(group: Any) -> str | None:
@@ -570,4 +571,6 @@ def _group_refusal(group: Any) -> str | None:
         return "its mesh is not that of all ranks"
     if any(p.is_dtensor for p in group.fsdp_params):
         return "its parameters are split over ranks otherwise, too"
+    if any(has_updates(p.sharded_param) for p in group.fsdp_params):
+        return UPDATES
     return None

@@ -21,6 +21,14 @@ MUTANTS = [
         ("ranks/test_ddp.py::test_each_place_of_a_plain_step",),
     ),
     Mutant(
+        "hooks-see-the-reduction",
+        "hooks on parameters run in the step's own backward, not in that of a reduction",
+        "oomkit/_ranks/reducer.py",
+        "        for hooks in found:\n            hooks.clear()\n",
+        "",
+        ("ranks/test_hooked.py::test_hooks_run_as_often_and_in_the_order_as_with_torch_alone",),
+    ),
+    Mutant(
         "vote-before-drain",
         "a rank that failed makes up for its part of a reduction before it votes",
         "oomkit/_ranks/agreement.py",

@@ -36,6 +36,9 @@ REFUSED = {
     "joined, another torch": f"join() of torch {torch.__version__} has no Join.a_name_of_joined",
     "fsdp, another torch": f"torch {torch.__version__} has no FSDPParam.a_name_of_fsdp",
     "fsdp, hook": "it has a hook for its reduction",
+    "updates": "a parameter has a post-accumulate-grad hook, as with an optimizer in the backward",
+    "fsdp, updates": "a parameter has a post-accumulate-grad hook",
+    "fsdp, sync batch norm": "SyncBatchNorm communicates inside the forward",
 }
 OWN = [(fails, phase, nth) for fails in (0, 1) for phase, nth in (("forward", 1), ("backward", 2))]
 LEAVING: list[Any] = [

@@ -405,7 +405,20 @@ def _refused_ddp(how: str) -> Any:
         model._register_buffer_comm_hook(None, lambda state, buffers: None)
     elif how == "sync batch norm":  # torch lets it in on CPUs in no other way
         model.module.layers.append(nn.SyncBatchNorm(2).eval())
+    elif how == "updates":
+        _update_in_backward(model)
     return model
+
+
+def _update_in_backward(model: nn.Module) -> None:
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def update(p: torch.Tensor, optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(update)
 
 
 def _needs(how: str, needed: bool) -> None:
@@ -427,8 +440,13 @@ def _needs(how: str, needed: bool) -> None:
 def _refused_fsdp(how: str) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = fully_shard(_Rows())
+    rows: Any = _Rows()
+    if how == "fsdp, sync batch norm":
+        rows.layers.append(nn.SyncBatchNorm(2).eval())
+    model: Any = fully_shard(rows)
     {
+        "fsdp, sync batch norm": lambda: None,
+        "fsdp, updates": lambda: _update_in_backward(model),
         "fsdp, kept": lambda: model.set_reshard_after_backward(False),
         "fsdp, replicas": lambda: model.set_requires_all_reduce(False),
         "fsdp, open": lambda: model.set_is_last_backward(False),
@@ -440,10 +458,13 @@ def _refused_fsdp(how: str) -> Any:
 
 def refused(rank: Rank) -> list[str]:
     """What is not agreed on, found at the first call, which runs as it is."""
+    from oomkit._ranks import agreement
+
     rank.votes_by()
     rank.join()
     found = []
     for how in rank.arguments["how"]:
+        agreement._said.clear()  # each reason is said once
         torch.manual_seed(0)
         if how.endswith("another torch"):
             _needs(how, True)
