@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from . import matters
+from . import buffers, matters
 from .call import PATIENCE, Call, refuse_in_parts
 from .joins import BROADCASTS, LAST, Joined, is_joined
 from .joins import begin as begin_joined
@@ -111,7 +111,7 @@ class Agreement(Call):
             reducer.attempt_begins()
             attributes = reducer.model.__dict__
             attributes["reducer"] = reducer
-            attributes["_sync_buffers"] = _second_broadcast
+            attributes["_sync_buffers"] = functools.partial(self._second_broadcast, reducer)
 
     def _enter(self) -> None:
         """Others wait in these collectives, so that memory for them is tried for again, whatever
@@ -145,6 +145,10 @@ class Agreement(Call):
                 model._has_rebuilt_buckets = True
             if model._check_sync_bufs_pre_fwd():
                 model._sync_buffers()
+                buffers.were_sent(model)
+                reducer.sent_buffers = True
+            elif model.broadcast_buffers:
+                reducer.sent_buffers = buffers.are_as_sent(model)
             reducer.broadcasts = model.require_forward_param_sync
             model.require_forward_param_sync = UNTOUCHED
 
@@ -156,6 +160,25 @@ class Agreement(Call):
     def overlaps(self) -> bool:
         return self._whole and self._may_overlap and not self._cautious and self._done == 0
 
+    def _second_broadcast(self, reducer: Reducer) -> None:
+        """Of buffers, before a forward that is not the first one."""
+        model = reducer.model
+        if buffers.are_known(model) and not buffers.move(model):
+            if buffers.are_as_sent(model):
+                return
+        elif self._whole and self._joined is None:
+            self.own_collective("broadcast")
+            with self._by_models():
+                type(model)._sync_buffers(model)
+            self.own_collective_made()
+            buffers.were_sent(model)
+            return
+        raise _C.SplitError(
+            "auto_batch cannot take part in a second forward of a DistributedDataParallel model "
+            "that broadcasts its buffers, some of which have changed: pass "
+            f"broadcast_buffers=False to it{_C.see('distributed')}"
+        )
+
     # ---- told by the engine, in C
 
     def attempt_begins(self) -> int:
@@ -163,6 +186,8 @@ class Agreement(Call):
         self._whole = False
         for reducer in self._reducers:
             reducer.attempt_begins()
+            if reducer.sent_buffers:
+                buffers.are_back(reducer.model)
         return 0
 
     def micro_begins(self) -> int:
@@ -445,14 +470,6 @@ def _are_plain(hooks: list[Any]) -> bool:
 def _is_done(work: Any) -> bool:
     """Of a collective, or of the future of one."""
     return bool(work.is_completed() if hasattr(work, "is_completed") else work.done())
-
-
-def _second_broadcast() -> None:
-    raise _C.SplitError(
-        "auto_batch cannot take part in a second forward of a DistributedDataParallel model that "
-        "broadcasts its buffers: pass broadcast_buffers=False to it"
-        f"{_C.see('distributed')}"
-    )
 
 
 def _modules_refusal(model: Any) -> str | None:

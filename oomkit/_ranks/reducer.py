@@ -34,9 +34,9 @@ writes."""
 
 
 _USED = {
-    DistributedDataParallel: "_check_sync_bufs_pre_fwd _comm_hooks _has_rebuilt_buckets "
-    "_join_config _sync_buffers _use_python_reducer reducer require_backward_grad_sync "
-    "require_forward_param_sync",
+    DistributedDataParallel: "_assign_modules_buffers _check_sync_bufs_pre_fwd _comm_hooks "
+    "_has_rebuilt_buckets _join_config _sync_buffers _use_python_reducer modules_buffers "
+    "reducer require_backward_grad_sync require_forward_param_sync",
     REDUCER: "_check_reducer_finalized _get_local_used_map "
     "_get_zeros_like_grad_buckets _rebuild_buckets _reset_state _run_comm_hook "
     "prepare_for_backward",
@@ -83,6 +83,8 @@ class Reducer:
         self.sent = 0
         self.broadcasts: Any = True
         """The next forward begins with a broadcast of buffers."""
+        self.sent_buffers = False
+        """When the call begins they are as they were sent."""
         self._before: list[tuple[weakref.ref[torch.Tensor] | None, int]] = []
         self._entry = self._before
         self._outputs: list[torch.Tensor] = []

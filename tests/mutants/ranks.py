@@ -29,6 +29,14 @@ MUTANTS = [
         ("ranks/test_hooked.py::test_hooks_run_as_often_and_in_the_order_as_with_torch_alone",),
     ),
     Mutant(
+        "changed-buffers-not-sent",
+        "buffers that a normalisation in training has changed are sent before the next forward",
+        "oomkit/_ranks/agreement.py",
+        "        if buffers.are_known(model) and not buffers.move(model):",
+        "        if buffers.are_known(model):",
+        ("ranks/test_buffered.py::test_a_normalisation_in_training_is_sent_as_with_torch_alone",),
+    ),
+    Mutant(
         "vote-before-drain",
         "a rank that failed makes up for its part of a reduction before it votes",
         "oomkit/_ranks/agreement.py",
