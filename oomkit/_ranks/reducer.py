@@ -215,7 +215,7 @@ class Reducer:
         with torch.enable_grad():
             root = _Touch.apply(*reversed(used))  # type: ignore[no-untyped-call]
         self.real.prepare_for_backward([root] if self.finds else [])
-        with _without_hooks(used):
+        with _without_hooks(self.model, used):
             _run(root)
 
     def parts(self) -> list[Callable[[], Any]]:
@@ -282,16 +282,30 @@ class Reducer:
         """The call is over."""
 
 
-def _hooks(p: torch.Tensor) -> Iterator[Any]:
-    """The hooks in Python on a parameter, and on the node that adds to its gradient. The reducer's
-    own ones are there, too, but in C++."""
-    yield from (p._backward_hooks, p._post_accumulate_grad_hooks)
-    node: Any = torch.autograd.graph.get_gradient_edge(p).node
-    for register in (node.register_prehook, node.register_hook):
-        handle = register(_nothing)
-        hooks = handle.hooks_dict_ref()  # of all hooks of the node that were registered this way
-        handle.remove()
-        yield hooks
+_Tables = tuple[Any, list[Any]]
+_nodes: weakref.WeakKeyDictionary[Any, dict[int, _Tables]] = weakref.WeakKeyDictionary()
+"""Of models, by parameter: the node that adds to its gradient, which is kept for that, and its
+tables of hooks in Python. The reducer's own hooks are there, too, but in C++."""
+
+
+def _hooks(model: Any, p: torch.Tensor) -> Iterator[Any]:
+    """Tables of the hooks in Python on a parameter, and on that node."""
+    yield p._backward_hooks
+    yield p._post_accumulate_grad_hooks
+    known = _nodes.setdefault(model, {})
+    found = known.get(id(p))
+    if found is None or found[0].variable is not p:
+        node: Any = torch.autograd.graph.get_gradient_edge(p).node
+        found = known[id(p)] = (node, [_table(node.register_prehook), _table(node.register_hook)])
+    yield from found[1]
+
+
+def _table(register: Callable[[Any], Any]) -> Any:
+    """That of all hooks of a node that were registered this way."""
+    handle = register(_nothing)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
 
 
 def _nothing(*_: Any) -> None:
@@ -299,9 +313,9 @@ def _nothing(*_: Any) -> None:
 
 
 @contextlib.contextmanager
-def _without_hooks(params: list[torch.Tensor]) -> Iterator[None]:
+def _without_hooks(model: Any, params: list[torch.Tensor]) -> Iterator[None]:
     """Hooks on parameters have seen the step's own backward, and see no second one."""
-    found = [hooks for p in params for hooks in _hooks(p) if hooks]
+    found = [hooks for p in params for hooks in _hooks(model, p) if hooks]
     held = [list(hooks.items()) for hooks in found]
     try:
         for hooks in found:
@@ -462,7 +476,7 @@ class StaticReducer(Reducer):
         self._reductions += 1
         self._counts = False
         self.real.prepare_for_backward([])
-        with _without_hooks(used):
+        with _without_hooks(self.model, used):
             for root in roots:
                 _run(root)
         if self.first:
