@@ -82,6 +82,7 @@ from ._proof import diagnose as _diagnose
 from ._proof import judge as _proof
 from ._proof import replay_rows as _replay_rows
 from ._ranks import agreement as _agreement
+from ._ranks import parts as _parts
 from ._ranks import world as _world
 from ._reports import advice as _advice
 from ._reports import logs as _logs
@@ -183,6 +184,7 @@ _fits = _C._bind(
         "note_sizes": _store.note,
         "ranks_enter": _agreement.enter,
         "ranks_watch": _world.watch,
+        "ranks_reduce": _parts.reduce,
     },
 )
 if _capsule is not None and not _fits:

@@ -106,6 +106,8 @@ typedef struct oomkit_wiring {
     const oomkit_rule *const *when_split;
     oomkit_handlers handlers; /* of when_whole: see oomkit_handlers_fill() */
     const oomkit_outside *outside;
+    /* a backward that accumulates begins in a part of a loop. 0 or -1. */
+    int (*part_runs_backward)(oomkit_state *st);
     /* everything was put back, as `result` and *message say, but for gradients of
      * earlier calls that have gone: that of oomkit_take_back() now. `error` (borrowed,
      * or NULL) is raised afterwards */

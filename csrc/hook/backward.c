@@ -192,6 +192,11 @@ backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
 {
     const oomkit_outside *outside = st->wiring->outside;
 
+    if (st->chunks_out != NULL && backward_nesting == 0 &&
+        backward_accumulates(st, args, nargsf, kwnames) &&
+        st->wiring->part_runs_backward(st) < 0) {
+        return NULL;
+    }
     if (st->waiting != NULL) {
         int status = 0;
         if (backward_accumulates(st, args, nargsf, kwnames)) {

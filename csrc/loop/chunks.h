@@ -39,7 +39,11 @@ typedef struct oomkit_chunks {
     int failed;    /* and a guard has ended its out-of-memory error */
     int guards;    /* entered for it, of those that hand it out again */
     uint64_t part; /* number of it, over all attempts */
-    uint64_t handed; /* number of it among those of all loops */
+    uint64_t handed;   /* number of it among those of all loops */
+    PyObject *shared;  /* owned while the part is out: why it is not repeated, for other
+                          ranks have a share in it; or NULL */
+    PyObject *reduces; /* owned likewise: whose gradients a backward in it would
+                          reduce over ranks, or NULL */
     int64_t
         last_chance; /* rows up to and with the smallest part that was tried again */
     uint64_t part_baseline_bytes, engine_runs;
@@ -90,6 +94,24 @@ int
 oomkit_chunks_hand_out(oomkit_chunks *self);
 void
 oomkit_chunks_take_in(oomkit_chunks *self);
+
+/* --- shared_part.c --- */
+
+/* The loop that has a part in this thread, the innermost one. Borrowed, or NULL. */
+oomkit_chunks *
+oomkit_chunks_of_thread(const oomkit_state *st);
+
+/* Another part, or none: nothing is known of what it shares with other ranks. */
+void
+oomkit_chunks_share_nothing(oomkit_chunks *self);
+
+/* A backward that accumulates begins in this thread, outside every call. 0, or -1 with
+ * SplitError where it would reduce gradients for a part that other ranks do not have.
+ */
+int
+oomkit_chunks_backward_begins(oomkit_state *st);
+
+extern PyMethodDef oomkit_shared_part_methods[];
 
 /* --- parts_plan.c --- */
 

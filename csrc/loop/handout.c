@@ -58,6 +58,7 @@ oomkit_chunks_hand_out(oomkit_chunks *self)
     self->part++;
     self->handed = ++st->chunks_handed;
     self->guards = self->failed = 0;
+    oomkit_chunks_share_nothing(self);
     self->out = 1;
     self->newer = NULL;
     self->older = st->chunks_out;
@@ -84,6 +85,7 @@ oomkit_chunks_take_in(oomkit_chunks *self)
         self->older->newer = self->newer;
     }
     self->newer = self->older = NULL;
+    oomkit_chunks_share_nothing(self);
     frames_clear(self);
 }
 
@@ -215,6 +217,10 @@ failed_judge(const oomkit_chunks *self, uint64_t part, int order, PyObject *exce
 {
     const char *text = NULL;
 
+    if (self->shared != NULL) {
+        *why = Py_NewRef(self->shared);
+        return 0;
+    }
     if (!self->out || self->part != part) {
         text = "the loop has asked for another part inside the guarded block: ask at "
                "the head of the loop alone";

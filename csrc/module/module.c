@@ -10,6 +10,7 @@
 #include "../deferred/deferred.h"
 #include "../hook/hook.h"
 #include "../ladder/offload.h"
+#include "../loop/chunks.h"
 #include "../loop/parts_join.h"
 #include "../proof/proof.h"
 #include "../py/tensor.h"
@@ -482,6 +483,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_guarded_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_chunks_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_chunks_join_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_shared_part_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_memory_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_release_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_scan_methods) < 0 ||

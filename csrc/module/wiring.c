@@ -5,6 +5,7 @@
 #include "../deferred/deferred.h"
 #include "../engine/engine.h"
 #include "../ladder/ladder.h"
+#include "../loop/chunks.h"
 #include "../optim/optim.h"
 #include "../proof/proof.h"
 #include "../ranks/ranks.h"
@@ -53,6 +54,7 @@ static const oomkit_rule *const when_split[] = {
 static oomkit_wiring wiring = {.when_whole = when_whole,
                                .when_split = when_split,
                                .outside = &oomkit_backward_outside_calls,
+                               .part_runs_backward = oomkit_chunks_backward_begins,
                                .gradients_are_gone = oomkit_earlier_make,
                                .step_of_object = oomkit_step_of_instance,
                                .make_step = oomkit_step_make};

@@ -364,7 +364,8 @@
     X(recall_sizes) /* oomkit.sizes: what earlier runs have noted */                   \
     X(note_sizes)   /* oomkit.sizes: takes a note for later runs */                    \
     X(ranks_enter)  /* oomkit._ranks: a call in a process group begins */              \
-    X(ranks_watch)  /* oomkit._ranks: collectives inside parts are to be told */
+    X(ranks_watch)  /* oomkit._ranks: collectives inside parts are to be told */       \
+    X(ranks_reduce) /* oomkit._ranks: a backward in a part reduces gradients */
 
 /* What the values of one type are to capture; see kinds.c. */
 typedef struct oomkit_type_kind {

@@ -68,17 +68,13 @@ current_get(PyObject *module, PyObject *Py_UNUSED(ignored))
 static PyObject *
 current_where(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
-    const unsigned long thread = PyThread_get_thread_ident();
-    oomkit_chunks *loop = oomkit_state_of_module(module)->chunks_out; /* borrowed */
     const oomkit_call *call = oomkit_call_current();
 
     if (call != NULL) {
         return PyLong_FromLong(!call->running || !call->split ? 0 : 2 + call->is_last);
     }
-    while (loop != NULL && loop->thread != thread) {
-        loop = loop->older;
-    }
-    return PyLong_FromLong(loop != NULL);
+    return PyLong_FromLong(oomkit_chunks_of_thread(oomkit_state_of_module(module)) !=
+                           NULL);
 }
 
 /* Is an optimizer's step(), or what goes with it, under way? */

@@ -239,6 +239,47 @@ oomkit_buffers_mark(oomkit_call *call)
     return oomkit_inference_end(call->st, guard, buffers_mark_all(call));
 }
 
+/* The same for one. 0 or -1. */
+static int
+buffer_take_again(oomkit_call *call, Py_ssize_t i, PyObject *from, PyObject *to)
+{
+    oomkit_buffer *item = &call->entry.buffers.items[i];
+    oomkit_tensor_facts facts;
+
+    if (oomkit_tensor_facts_get(call->st, item->tensor, 0, &facts) < 0) {
+        return -1;
+    }
+    item->version = facts.version;
+    return item->copied ? buffer_take(call, i, &facts, from, to) : 0;
+}
+
+int
+oomkit_buffers_take_again(oomkit_call *call, PyObject *tensors)
+{
+    const oomkit_buffers *b = &call->entry.buffers;
+    OWNED PyObject *from = PyList_New(0), *to = PyList_New(0), *done = NULL;
+    Py_ssize_t i, j;
+
+    if (from == NULL || to == NULL) {
+        return -1;
+    }
+    for (i = 0; i < b->count; i++) {
+        for (j = 0; j < PyTuple_GET_SIZE(tensors); j++) {
+            if (PyTuple_GET_ITEM(tensors, j) == b->items[i].tensor &&
+                buffer_take_again(call, i, from, to) < 0) {
+                return -1;
+            }
+        }
+    }
+    if (PyList_GET_SIZE(to) == 0) {
+        return 0;
+    }
+    EXEMPT (call->st) {
+        done = PyObject_CallFunctionObjArgs(call->st->foreach_copy, to, from, NULL);
+    }
+    return done == NULL ? -1 : 0;
+}
+
 /* 1 moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */
 static int
 buffer_state(oomkit_call *call, const oomkit_buffer *item)

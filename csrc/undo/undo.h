@@ -49,6 +49,9 @@ void
 oomkit_buffers_release(oomkit_call *call);
 void
 oomkit_buffers_free(oomkit_buffers *buffers);
+/* Those of `tensors` (a tuple) have values now that they are to go back to. 0 or -1. */
+int
+oomkit_buffers_take_again(oomkit_call *call, PyObject *tensors);
 /* Versions of the buffers that are marked in a savepoint, as they are now: an array (to
  * be freed), NULL of none. 0 or -1. */
 int

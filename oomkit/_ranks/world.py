@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from . import parts
 from .others import Others, error
 from .ways import AGAIN, FATAL, FINE, Follow, Gloo, Nodes, Shared, memory_bytes
 
@@ -381,28 +381,18 @@ def _ends(world: weakref.ref[World], process: int) -> None:
         own.others.ends(own.others.said(own.rank) or how, failed)
 
 
-_warned: set[tuple[str, int]] = set()
-
-
 def _look(name: str, where: int) -> None:
     """A collective outside of calls that are agreed on: ranks may have different numbers of parts,
     so that one would wait for another that does not come."""
-    text = f"torch.distributed.{name}()"
     if where >= 2:
+        text = f"torch.distributed.{name}()"
         raise _C.SplitError(
             f"auto_batch cannot run {text} in a function that is split on this rank: other ranks "
             "may have another number of micro-batches; call it after the function, on its "
             f"result{_C.see('distributed')}"
         )
-    if where == 1 and (name, where) not in _warned:
-        _warned.add((name, where))
-        warnings.warn(
-            f"oomkit: {text} is called inside a part of chunks() or map(): ranks may have "
-            "different numbers of parts, and one would wait for another; call it after the loop"
-            f"{_C.see('distributed')}",
-            _C.OomkitWarning,
-            stacklevel=4,
-        )
+    if where == parts.IN_PART:
+        parts.function(name)
 
 
 def watch() -> None:
@@ -413,6 +403,7 @@ def watch() -> None:
     for name in _FUNCTIONAL:
         _watch(functional, name)
     _watch_waits()
+    parts.watch()
 
 
 def _watch_waits() -> None:

@@ -107,6 +107,22 @@ MUTANTS = [
         (f"{STEPS}::test_an_error_reaches_a_rank_in_a_collective_of_the_steps_own[at once-ddp]",),
     ),
     Mutant(
+        "buffers-back-to-those-before-their-broadcast",
+        "a part that is repeated has the buffers that all ranks have",
+        "oomkit/_ranks/parts.py",
+        "    _C._part_keeps(model.modules_buffers)\n",
+        "",
+        (f"{STEPS}::test_buffers_are_broadcast_once_for_parts_that_are_repeated",),
+    ),
+    Mutant(
+        "collectives-made-in-a-batch-that-one-rank-splits",
+        "a batch that is split for want of memory on one rank makes no collective in its parts",
+        "oomkit/_ranks/parts.py",
+        "        raise _C.SplitError(\n",
+        "        str(\n",
+        (f"{STEPS}::test_collectives_of_a_model_in_parts_are_said_and_not_repeated[backward-1]",),
+    ),
+    Mutant(
         "updates-not-voted-on",
         "after an update that was tight on some rank all say whether theirs has worked",
         "oomkit/_ranks/call.py",

@@ -131,6 +131,8 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "reported": ("reports:reported", {}),
     "evaluated": ("evaluations:evaluated", {}),
     "mapped": ("evaluations:mapped", {}),
+    "broadcast": ("evaluations:broadcast", {}),
+    "without collectives": ("evaluations:forwards_without_collectives", {}),
     "refused": ("steps:refused", {"how": list(REFUSED)}),
     **{f"joined {name}": ("joins:joined", given) for name, given in JOINED.items()},
     "left": ("joins:left", {}),
@@ -452,6 +454,47 @@ def test_ranks_with_different_numbers_of_batches_evaluate_each_for_itself() -> N
             "torch.distributed.all_reduce() is called inside a part of chunks() or map()"
             in (found["said"])
         )
+
+
+def test_buffers_are_broadcast_once_for_parts_that_are_repeated() -> None:
+    for found, said in _of("broadcast"):
+        assert found == [[True, True, True]] * 12
+        assert said == []
+
+
+def test_a_wrapped_model_without_collectives_is_repeated_in_parts() -> None:
+    for found, said in _of("without collectives"):
+        assert found == [True] * 3 and said == []
+
+
+IN_PARTS = {
+    "buffers": "DistributedDataParallel of Sequential broadcasts its buffers inside",
+    "backward": "DistributedDataParallel of Sequential reduces gradients inside",
+    "sharded": "a fully_shard() model gathers or reduces inside",
+}
+INSTEAD = {
+    "buffers": "call model.module, which makes no collectives, inside chunks() or map()",
+    "backward": "for training decorate the step with @oomkit.auto_batch",
+    "sharded": "call it outside of chunks() and map()",
+}
+PLACES = [("buffers", 1), ("buffers", 6), ("backward", 1), ("backward", 3), ("backward", 9)]
+PLACES += [("sharded", 1), ("sharded", 3), ("sharded", 6)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "nth"), with_rest(sampled(PLACES, 1, "in parts"), PLACES), ids=str
+)
+def test_collectives_of_a_model_in_parts_are_said_and_not_repeated(kind: str, nth: int) -> None:
+    """Where they would be, the rank that lacks memory ends with an error, and no rank goes on."""
+    first, second = results_of("evaluations:collective_in_parts", 2, kind=kind, nth=nth)
+    for said, _ in (first, second):
+        assert len(said) == 1
+        assert f"{IN_PARTS[kind]} a part of chunks() or map(): ranks may have" in said[0]
+        assert INSTEAD[kind] in said[0]
+    assert IN_PARTS[kind] in second[1] or "a backward() has run in this part" in second[1]
+    assert INSTEAD[kind] in second[1] or "@oomkit.auto_batch" in second[1]
+    all_came = (kind, nth) == ("buffers", 6)  # the collective was made before memory lacked
+    assert first[1].startswith("nothing" if all_came else "RuntimeError"), first[1]
 
 
 def test_a_static_graph_is_as_with_torch_alone() -> None:
