@@ -38,7 +38,7 @@ def are_as_sent(model: Any) -> bool:
     """Has no buffer of this rank changed since?"""
     sent = _sent.get(model)
     model._assign_modules_buffers()  # torch does so in each broadcast: they may be other ones
-    now = model.modules_buffers
+    now: list[torch.Tensor] = model.modules_buffers
     if sent is None or len(sent) != len(now):
         return False
     return all(

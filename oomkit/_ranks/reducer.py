@@ -55,14 +55,12 @@ class _Touch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
-        ctx.nothing = [
-            None if p.grad is None else p.grad.new_zeros(()).expand_as(p) for p in params
-        ]
+        ctx.count = len(params)
         return params[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradient: torch.Tensor) -> Any:
-        return tuple(ctx.nothing)
+        return (None,) * ctx.count
 
 
 class Reducer:
@@ -215,7 +213,7 @@ class Reducer:
         with torch.enable_grad():
             root = _Touch.apply(*reversed(used))  # type: ignore[no-untyped-call]
         self.real.prepare_for_backward([root] if self.finds else [])
-        with _without_hooks(self.model, used):
+        with _without_hooks(used):
             _run(root)
 
     def parts(self) -> list[Callable[[], Any]]:
@@ -282,40 +280,12 @@ class Reducer:
         """The call is over."""
 
 
-_Tables = tuple[Any, list[Any]]
-_nodes: weakref.WeakKeyDictionary[Any, dict[int, _Tables]] = weakref.WeakKeyDictionary()
-"""Of models, by parameter: the node that adds to its gradient, which is kept for that, and its
-tables of hooks in Python. The reducer's own hooks are there, too, but in C++."""
-
-
-def _hooks(model: Any, p: torch.Tensor) -> Iterator[Any]:
-    """Tables of the hooks in Python on a parameter, and on that node."""
-    yield p._backward_hooks
-    yield p._post_accumulate_grad_hooks
-    known = _nodes.setdefault(model, {})
-    found = known.get(id(p))
-    if found is None or found[0].variable is not p:
-        node: Any = torch.autograd.graph.get_gradient_edge(p).node
-        found = known[id(p)] = (node, [_table(node.register_prehook), _table(node.register_hook)])
-    yield from found[1]
-
-
-def _table(register: Callable[[Any], Any]) -> Any:
-    """That of all hooks of a node that were registered this way."""
-    handle = register(_nothing)
-    hooks = handle.hooks_dict_ref()
-    handle.remove()
-    return hooks
-
-
-def _nothing(*_: Any) -> None:
-    """In place of a hook: registered to find the others."""
-
-
 @contextlib.contextmanager
-def _without_hooks(model: Any, params: list[torch.Tensor]) -> Iterator[None]:
-    """Hooks on parameters have seen the step's own backward, and see no second one."""
-    found = [hooks for p in params for hooks in _hooks(model, p) if hooks]
+def _without_hooks(params: list[torch.Tensor]) -> Iterator[None]:
+    """Hooks on parameters have seen the step's own backward, and see no second one. Those on the
+    node that adds to a gradient cannot be told from the reducer's own: they get None."""
+    every = [t for p in params for t in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    found: list[Any] = [hooks for hooks in every if hooks]
     held = [list(hooks.items()) for hooks in found]
     try:
         for hooks in found:
@@ -476,7 +446,7 @@ class StaticReducer(Reducer):
         self._reductions += 1
         self._counts = False
         self.real.prepare_for_backward([])
-        with _without_hooks(self.model, used):
+        with _without_hooks(used):
             for root in roots:
                 _run(root)
         if self.first:

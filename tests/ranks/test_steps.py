@@ -614,7 +614,7 @@ def test_ranks_leave_without_shared_memory_and_on_several_machines(way: str, nam
 
 def test_a_step_by_accelerate_is_retried() -> None:
     places = [["forward", 3], ["backward", 5], ["backward", 9]]
-    one, failed = results_of("accelerated:accelerated", 2, places=places)
+    one, failed = results_of("scaled:accelerated", 2, places=places)
     assert max(far for far, _ in [*one, *failed]) < 1e-12
     assert all(ooms > 0 for _, ooms in failed), failed
 

@@ -18,7 +18,7 @@ from oomkit.testing import inject_oom
 from ..launch import Rank
 from .common import equal, gradients, prepare, raised
 
-WHERE = ("tensor", "node before", "node after")
+WHERE = ("tensor", "node")
 
 
 def _hook(p: torch.Tensor, where: str, name: str, ran: list[str]) -> Any:
@@ -28,24 +28,19 @@ def _hook(p: torch.Tensor, where: str, name: str, ran: list[str]) -> Any:
         ran.append(name)
         return gradient + 1.0
 
-    def adds_before(gradients: Any) -> Any:
-        return (adds(gradients[0]),)
+    def adds_before(gradients: Any) -> Any:  # None: nothing is added to the gradient
+        return gradients if gradients[0] is None else (adds(gradients[0]),)
 
     def adds_in_place(*_: Any) -> None:
-        adds_nothing()
-        p.grad.add_(1.0)  # type: ignore[union-attr]
-
-    def adds_nothing(*_: Any) -> None:
         ran.append(name)
+        p.grad.add_(1.0)  # type: ignore[union-attr]
 
     if where == "tensor":
         return p.register_hook(adds)
     if where == "accumulated":
         return p.register_post_accumulate_grad_hook(adds_in_place)
     node: Any = torch.autograd.graph.get_gradient_edge(p).node
-    if where == "node before":
-        return node.register_prehook(adds_before)
-    return node.register_hook(adds_nothing)
+    return node.register_prehook(adds_before)
 
 
 def _model(static: bool) -> DistributedDataParallel:
