@@ -254,7 +254,7 @@ class Gloo:
         given = torch.tensor([_packed(word, rank), *both])
         self._wait(self._group.allreduce([given], _of(dist.ReduceOp.MAX)), meanwhile)
         packed, self._matter, least = given.tolist()
-        return *_unpacked(packed), self._matter == -least
+        return *_unpacked(packed), self._matter in (-least, _LEAST)
 
     def matter(self) -> int:
         return self._matter
