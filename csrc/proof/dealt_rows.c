@@ -15,12 +15,16 @@ static int64_t
 dealt_together(const oomkit_proof *p)
 {
     const int64_t length = p->cut.slices[0].length;
-    return length >= 2 * oomkit_unfit_multiple(p->call) ? 1 : p->shown.length / length;
+    const int alone = length < 2 * oomkit_unfit_multiple(p->call) &&
+                      p->level != OOMKIT_PROVEN_WEAKLY && p->shown.length > length;
+
+    return alone ? p->shown.length / length : 1;
 }
 
-/* May rows be dealt otherwise? Not where each is alone in all that has run, nor those
- * that the caller has given gradients of their own, or that parts are given random
- * numbers of; nor where each call is proven anew.
+/* May rows be dealt otherwise? Where each is alone in all that has run they come in
+ * another order, in which what one leaves behind for the next is seen. Not those that
+ * the caller has given gradients of their own, or that parts are given random numbers
+ * of; nor where each call is proven anew.
  */
 static int
 dealt_possible(const oomkit_proof *p)
@@ -29,8 +33,7 @@ dealt_possible(const oomkit_proof *p)
     const oomkit_proven *known = oomkit_proven_find(call);
     Py_ssize_t i;
 
-    if (!p->trained || p->cut.count < 2 ||
-        p->cut.slices[0].length * dealt_together(p) < 2 * oomkit_unfit_multiple(call) ||
+    if ((!p->trained && p->level != OOMKIT_PROVEN_WEAKLY) || p->cut.count < 2 ||
         p->numbers == OOMKIT_NUMBERS_SAME || oomkit_call_is_replay(call) ||
         oomkit_loss_is_returned(call) ||
         (known != NULL && known->level == OOMKIT_PROVEN_HERE)) {

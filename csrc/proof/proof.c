@@ -606,7 +606,8 @@ training_draws(oomkit_proof *p, PyObject **text)
     OWNED PyObject *drawn = PyObject_GetAttrString(p->draws, "drawn_beside");
     int turn, result = drawn == NULL ? -1 : 0;
 
-    if (p->numbers != OOMKIT_NUMBERS_SAME || !oomkit_proof_rows_fit(p)) {
+    if (p->numbers != OOMKIT_NUMBERS_SAME || !oomkit_proof_rows_fit(p) ||
+        p->level == OOMKIT_PROVEN_WEAKLY) {
         return result;
     }
     for (turn = 1;
@@ -629,7 +630,7 @@ proof_further(oomkit_proof *p, int result, int (*runs)(oomkit_proof *, PyObject 
 {
     OWNED PyObject *text = NULL;
 
-    if (result <= 0 || p->own || p->level == OOMKIT_PROVEN_WEAKLY) {
+    if (result <= 0 || p->own) {
         return result;
     }
     if (runs(p, &text) >= 0) {

@@ -155,7 +155,7 @@ class _Scan:
         if kind in _PLAIN:
             self.found[path] = value
         elif isinstance(value, torch.Tensor):
-            if depth > 0 and not isinstance(value, torch.nn.Parameter):
+            if not isinstance(value, torch.nn.Parameter):
                 self.found[path] = TensorMark(value)
         elif id(value) in self.seen:
             return
@@ -431,6 +431,11 @@ class Watch:
             for path, was in self.before.items()
             if path in now and (how := _difference(was, now[path])) is not None
         }
+        changed |= {
+            path: f"{_short(value)}, made by it"
+            for path, value in now.items()
+            if path not in self.before and _is_count(path, value)
+        }
         lines = [_line(effect, changed.pop(effect.path, None)) for effect in effects]
         lines += [f"{path} ({how})" for path, how in changed.items()]
         logged = [line for f in self.functions[:1] for line in _logging(f)]
@@ -446,6 +451,13 @@ class Watch:
         self.functions.clear()
         self.before.clear()
         self.users = ()
+
+
+def _is_count(path: str, value: object) -> bool:
+    """Is it a number in an attribute, which a first micro-batch has made? Others, and those of
+    private names, are caches more often."""
+    name = path.rpartition(".")[2]
+    return name != path and not name.startswith("_") and type(value) in (int, float)
 
 
 def _line(effect: Effect, how: str | None) -> str:

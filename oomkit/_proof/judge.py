@@ -667,7 +667,8 @@ class Proof:
             self._fail(math.inf, f"the step makes {made} updates instead of {want}")
         size, text = self._worst
         self._worst = (0.0, "")
-        return f"{text}, where the micro-batches have other rows of the batch" if size else None
+        how = ", where the micro-batches have other rows of the batch, or come in another order"
+        return text + how if size else None
 
     def hidden(self, by_chance: bool) -> str | None:
         """Asked where numbers that no part can be given are drawn in eval mode, too.

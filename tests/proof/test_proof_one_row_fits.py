@@ -95,3 +95,35 @@ def test_the_same_code_over_another_program_is_proven_for_itself() -> None:
     with _tight(5), pytest.raises(oomkit.SplitError, match="gradient"):
         oomkit.auto_batch(step, ladder=())(x)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_state_that_one_row_leaves_for_the_next_is_found(carried: bool) -> None:
+    """A running centre of targets, moved after the backward: no row has others beside it, so that
+    they come in another order."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    centre = torch.zeros(2, dtype=torch.float64)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        if len(x) > 1 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        optimizer.zero_grad()
+        hidden = model(x)
+        targets = (hidden.detach() - centre).softmax(1)
+        (-(targets * model(x + 0.1).log_softmax(1)).sum(1).mean()).backward()
+        optimizer.step()
+        if carried:
+            centre.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+
+    x = torch.randn(8, 3, dtype=torch.float64)
+    if not carried:
+        step(x)
+        return
+    with pytest.raises(oomkit.SplitError, match="come in another order"):
+        step(x)
+    assert torch.equal(model.weight, before) and not centre.any()
