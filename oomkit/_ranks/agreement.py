@@ -147,7 +147,7 @@ class Agreement(Call):
                 model._sync_buffers()
                 buffers.were_sent(model)
                 reducer.sent_buffers = True
-            elif model.broadcast_buffers:
+            elif model.broadcast_buffers and model.modules_buffers:
                 reducer.sent_buffers = buffers.are_as_sent(model)
             reducer.broadcasts = model.require_forward_param_sync
             model.require_forward_param_sync = UNTOUCHED
