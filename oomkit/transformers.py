@@ -18,6 +18,7 @@ from ._trainers import names, refusals
 from ._trainers.around import Around, can_stand
 from ._trainers.books import Books
 from ._trainers.calls import Call, calls_of
+from ._trainers.items import OfProcesses
 from ._trainers.kept_state import begin, sizes_class
 from ._trainers.logs import Log
 from ._trainers.placed import placed_in
@@ -147,7 +148,8 @@ def protect(
     unprotect(it)
     calls = [Call(it, place, books, options, evaluation and through_loss, begin)]
     if evaluation and not through_loss:
-        calls.append(Call(it, "prediction_step", books, options, False, begin))
+        evaluates = OfProcesses if it.args.world_size > 1 else Call
+        calls.append(evaluates(it, "prediction_step", books, options, False, begin))
     if are_made_by(it):
         calls.append(Scores(it, books, options, evaluation, begin))
     for call in calls:

@@ -181,7 +181,7 @@ class Call(Placed):
             "static": ("more",),
         }
         self._begin = begin
-        self.window = Window(trainer, books) if self._makes_again(given) else None
+        self.window = Window(trainer, books) if self._makes_again(trainer, given) else None
         if self.window is not None:
             self._options["_window"] = self.window
         self.seen: Any = None  # the trainer's state of this training
@@ -189,16 +189,17 @@ class Call(Placed):
         self._past: tuple[_C.StepRecord, ...] = ()
         self._renew(trainer)
 
-    def _makes_again(self, given: tuple[Any, ...]) -> bool:
+    def _makes_again(self, trainer: Any, given: tuple[Any, ...]) -> bool:
         """Whether gradients of earlier calls are made again where they cannot go back.
 
         Args:
+            trainer: of one process; of several one alone cannot make calls of all again.
             given: the user's own participants, which could not be put back to those calls.
         """
         copies = self._options.get("gradient_safety", "auto") == "copy"
         streams = self._options.get("rng", "torch") != "none"
         learns = self._name in ("training_step", "compute_loss")
-        return learns and streams and not copies and not given
+        return learns and streams and not copies and not given and trainer.args.world_size < 2
 
     def _renew(self, trainer: Any) -> None:
         """Steps of which nothing is known."""

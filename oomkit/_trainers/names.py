@@ -29,6 +29,7 @@ _OF_TRANSFORMERS = (
     "args.optim",
     "args.world_size",
 )
+_OF_PROCESSES = ("_get_num_items_in_batch", "accelerator.gather")
 _OF_TRL: dict[str, tuple[str, ...]] = {
     "SFTTrainer": ("_metrics", "_total_train_tokens"),
     "DPOTrainer": ("_metrics",),
@@ -69,8 +70,9 @@ def check(trainer: Any) -> None:
         trainer: of transformers.
     """
     kind = family(trainer)
+    several = _OF_PROCESSES if getattr(trainer.args, "world_size", 1) > 1 else ()
     for library, names in (
-        ("transformers", _OF_TRANSFORMERS),
+        ("transformers", (*_OF_TRANSFORMERS, *several)),
         ("trl", _OF_TRL.get(kind or "", ())),
     ):
         for name in names:

@@ -55,6 +55,18 @@ def _coupled(trainer: Any, kind: str | None) -> list[str]:
     return found
 
 
+def _in_processes(trainer: Any, place: str) -> list[str]:
+    """What one process could not do again without the others."""
+    several = f"world_size={trainer.args.world_size}"
+    if trainer.args.world_size < 2:
+        return []
+    if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+        return [f"{several}: its loss gathers metrics from all processes"]
+    if place == "compute_loss":
+        return [f'{several} at "{place}": the backward, which all processes make, comes after it']
+    return []
+
+
 def _reasons(trainer: Any, place: str) -> list[str]:
     args, kind = trainer.args, family(trainer)
     found = []
@@ -70,8 +82,7 @@ def _reasons(trainer: Any, place: str) -> list[str]:
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if getattr(parallel, "sp_enabled", False) or getattr(parallel, "cp_enabled", False):
         found.append("sequence parallelism")
-    if args.world_size > 1:
-        found.append(f"a world_size of {args.world_size}: training in several processes")
+    found += _in_processes(trainer, place)
     if args.n_gpu > 1:
         found.append(f"n_gpu={args.n_gpu}: DataParallel; set CUDA_VISIBLE_DEVICES to one device")
     optim = getattr(args.optim, "value", args.optim)

@@ -224,6 +224,14 @@ TRAINERS = [
         "        if self._model is not model:",
         ("trainers/test_trl_sweep.py::test_what_is_proven_of_a_model_is_not_of_its_reference",),
     ),
+    Mutant(
+        "items-of-a-part-by-those-of-all",
+        "an evaluated loss of several processes is divided by the items of all, split or not",
+        "oomkit/_trainers/items.py",
+        "        return torch.where(mine > 0, part * total / mine.clamp(min=1), total)",
+        "        return total",
+        ("trainers/test_hf_ranks.py::test_evaluation_survives",),
+    ),
 ]
 
 LIGHTNING = [

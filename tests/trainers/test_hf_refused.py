@@ -155,30 +155,6 @@ def test_several_devices() -> None:
     _refused(made, "n_gpu=2: DataParallel; set CUDA_VISIBLE_DEVICES")
 
 
-def test_several_processes(tmp_path: Path) -> None:
-    """Real ones, on the CPU: each of them is refused before it trains."""
-    program = f"""
-import os
-from datetime import timedelta
-import torch
-os.environ.update(RANK=(rank := sys.argv[1]), LOCAL_RANK=rank, WORLD_SIZE="2")
-store = torch.distributed.FileStore({str(tmp_path / "store")!r}, 2)
-torch.distributed.init_process_group(
-    "gloo", store=store, rank=int(rank), world_size=2, timeout=timedelta(seconds=100)
-)
-made = trainer(lm, tokens())
-print(made.args.world_size)
-says(made)
-torch.distributed.destroy_process_group()
-"""
-    started = [_started(_SAYS + program, str(rank)) for rank in range(2)]
-    for each in started:
-        said, wrong = each.communicate(timeout=300)
-        assert each.returncode == 0, wrong
-        assert said.splitlines()[0] == "2"
-        assert "Trainer with a world_size of 2: training in several processes" in said
-
-
 def _mixture(kind: str, coefficient: str, **more: Any) -> torch.nn.Module:
     config = getattr(hf, f"{kind}Config")(
         vocab_size=64,
