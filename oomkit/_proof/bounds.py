@@ -8,11 +8,14 @@ other side. So it is with an order over the rows (``sort``, ``topk``) while thei
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from .reach import reached, sketch
 
 __all__ = ["Bound", "bounds", "ignored_labels", "of_the_batch", "order_rows"]
 
@@ -21,9 +24,12 @@ _BENT = {
     "Abs": "abs",
     "Amax": "amax",
     "Amin": "amin",
+    "Aminmax": "aminmax",
+    "Celu": "celu",
     "Clamp": "clamp",
     "ClampMax": "clamp",
     "ClampMin": "clamp",
+    "Copysign": "copysign",
     "Elu": "elu",
     "Fmax": "fmax",
     "Fmin": "fmin",
@@ -33,49 +39,93 @@ _BENT = {
     "Hardtanh": "hardtanh",
     "HuberLoss": "huber_loss",
     "LeakyRelu": "leaky_relu",
+    "MaskedFill": "masked_fill",
     "Max": "max",
     "Maximum": "maximum",
     "Min": "min",
     "Minimum": "minimum",
+    "MultiMarginLoss": "multi_margin_loss",
+    "MultilabelMarginLoss": "multilabel_margin_loss",
     "PreluKernel": "prelu",
     "Relu": "relu",
-    "Relu6": "relu6",
+    "Renorm": "renorm",
+    "RreluWithNoise": "rrelu",
     "SmoothL1Loss": "smooth_l1_loss",
     "Softplus": "softplus",
     "Softshrink": "softshrink",
     "Threshold": "threshold",
     "Where": "where",
+    **dict.fromkeys(("AdaptiveMaxPool2D", "AdaptiveMaxPool3D"), "adaptive_max_pool"),
+    **dict.fromkeys(("FractionalMaxPool2D", "FractionalMaxPool3D"), "fractional_max_pool"),
+    **dict.fromkeys(("MaxPool2D", "MaxPool2DWithIndices", "MaxPool3DWithIndices"), "max_pool"),
+}
+# Their names, and the attribute that says which of them: most are curves.
+_NORMS = {
+    "Cdist": ("cdist", "_saved_p"),
+    "Dist": ("dist", "_saved_p"),
+    "LinalgVectorNorm": ("norm", "_saved_ord"),
+    "Norm": ("norm", "_saved_p"),
+    "Pdist": ("pdist", "_saved_p"),
+}
+_STRAIGHT = (1.0, math.inf, -math.inf)
+_REDUCED = {
+    "IndexReduce": "index_reduce",
+    "ScatterReduce": "scatter_reduce",
+    "SegmentReduce": "segment_reduce",
 }
 _ORDERS = ("Cummax", "Cummin", "Kthvalue", "Median", "Mode", "Nanmedian", "Sort", "Topk")
 _ENTROPIES = ("NllLoss", "NllLoss2D")
 _BY_INDEX = ("Gather", "Index", "IndexSelect", "Take")
-_SAVED = ("_saved_self", "_saved_other", "_saved_result", "_saved_condition")
+_SAVED = (
+    "_saved_self",
+    "_saved_other",
+    "_saved_result",
+    "_saved_condition",
+    "_saved_mask",
+    "_saved_x1",
+    "_saved_x2",
+    "_saved_src",
+    "_saved_source",
+    "_saved_data",
+)
+_CHOSEN = ("where", "masked_fill")  # by a condition, of which a value is all that is kept
 _unknown = itertools.count(1)
-_MOST = 1000  # nodes that are looked at
+_MOST = 4000  # nodes that are looked at
 _VALUES = 1024  # of a tensor: with more it has rows, or is a parameter
 _ALIKE = 64  # functions in a loop over samples; with more they are not told apart
-# Name, shapes and values of what the function was given; None where nothing was kept.
-Bound = tuple[str, tuple[tuple[int, ...], ...], torch.Tensor | None]
+_GRAPH = "graph"
+# Name, shapes and values of what the function was given; None where nothing was kept. Behind those
+# of a graph it follows itself: a `Sketch`, and where in it they are.
+Bound = tuple[str, Any, torch.Tensor | None]
 
 
 def bounds(root: torch.Tensor) -> list[Bound]:
     """Functions with a bound between a loss and the activations.
 
     Args:
-        root: a loss; one that is no scalar has none.
+        root: a loss.
 
     Returns:
         Of each, in the order of the graph, its name, and shapes and values of its input.
     """
     found: list[Bound] = []
-    for kind, node in () if root.ndim else _nodes(root):
-        name = _BENT.get(kind)
+    nodes = list(_nodes(root))
+    names = [_name(kind, node) for kind, node in nodes]
+    for (kind, node), name in zip(nodes, names, strict=True):
         if name:
             found.append(_bound(name, node))
         if kind in _ORDERS or (kind in ("Max", "Min") and hasattr(node, "_saved_dim")):
             found.append(("order", _ordered(node), None))
         if kind in _BY_INDEX and (rows := _left_in_place(node)):
             found.append(("in place", ((rows,),), None))
+    told = [
+        kind.lower() if kind in _ORDERS else name
+        for (kind, _), name in zip(nodes, names, strict=True)
+    ]
+    at = [i for i, name in enumerate(names) if name]
+    found.append(
+        (_GRAPH, (sketch(nodes, [n if n not in _CHOSEN else None for n in told]), at), None)
+    )
     return found
 
 
@@ -102,6 +152,25 @@ def _nodes(root: torch.Tensor) -> Iterator[tuple[str, Any]]:
                 work.append(following)
 
 
+def _name(kind: str, node: Any) -> str | None:
+    """The name of a function that is linear, or flat, on one side of a bound, or None."""
+    if kind in _REDUCED:
+        return _REDUCED[kind] if node._saved_reduce in ("amax", "amin", "max", "min") else None
+    if kind not in _NORMS:
+        return _BENT.get(kind)
+    name, which = _NORMS[kind]
+    return name if getattr(node, which, None) in _STRAIGHT or _is_of_one(node) else None
+
+
+def _is_of_one(node: Any) -> bool:
+    """Whether a norm is that of a single number: its absolute value."""
+    try:
+        of, result = getattr(node, "_saved_self", None), getattr(node, "_saved_result", None)
+    except RuntimeError:  # the graph has been freed
+        return False
+    return of is not None and (result is None or result.numel() == of.numel())
+
+
 def _bound(name: str, node: Any) -> Bound:
     shapes, values = [], []
     for attribute in _SAVED:
@@ -109,7 +178,7 @@ def _bound(name: str, node: Any) -> Bound:
             value = getattr(node, attribute, None)
         except RuntimeError:  # the graph has been freed
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not value.is_nested:  # that has rows, and no shape
             shapes.append(tuple(value.shape))
             if value.numel() <= _VALUES:
                 plain = value.detach().resolve_conj()
@@ -194,6 +263,14 @@ def of_the_batch(whole: list[Bound], parts: list[list[Bound]], limit: float) -> 
         parts: of each part.
         limit: what rounding explains, relative.
     """
+    graphs = [[of for name, of, _ in each if name == _GRAPH] for each in (whole, *parts)]
+    told = []
+    for each in zip(*graphs, strict=False) if len({len(of) for of in graphs}) == 1 else ():
+        name, of_rows = reached(*(of for of, _ in each))
+        if name:
+            return name
+        told.append(of_rows)
+    whole, *parts = (_untold(each, told) for each in (whole, *parts))
     of_parts = [_by_shape(part) for part in parts]
     for (name, shapes), found in _by_shape(whole).items():
         others = [part.get((name, shapes), []) for part in of_parts]
@@ -213,10 +290,25 @@ def of_the_batch(whole: list[Bound], parts: list[list[Bound]], limit: float) -> 
     return None
 
 
+def _untold(found: list[Bound], told: list[set[int]]) -> list[Bound]:
+    """Without those that have rows by their graphs: of these, as many may be chosen in a part."""
+    left: list[Bound] = []
+    of_this: list[Bound] = []
+    graphs = iter(told)
+    for bound in found:
+        if bound[0] == _GRAPH:
+            of_rows = next(graphs, set())
+            left += [each for each, i in zip(of_this, bound[1][1], strict=True) if i not in of_rows]
+            of_this = []
+        elif bound[0] not in ("order", "in place"):
+            of_this.append(bound)
+    return left
+
+
 def _by_shape(found: list[Bound]) -> dict[tuple[str, Any], list[torch.Tensor]]:
     kinds: dict[tuple[str, Any], list[torch.Tensor]] = defaultdict(list)
     for name, shapes, value in found:
-        if value is not None:
+        if value is not None and value.numel():  # none of no rows is met
             kinds[name, shapes].append(value)
     return kinds
 
@@ -230,4 +322,4 @@ def _is_flat(name: str, shapes: Any, value: torch.Tensor) -> bool:
     condition. That of a mask, which is no scalar, is the same in each part."""
     if name in ("relu", "threshold"):
         return not bool(value.any())
-    return name == "where" and shapes == ((),)
+    return name in _CHOSEN and shapes == ((),)

@@ -30,6 +30,23 @@ def _norm(model: nn.Module) -> torch.Tensor:
     return torch.stack([p.square().sum() for p in model.parameters()]).sum().sqrt()
 
 
+def _hidden(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model[1](model[0](x)) - torch.tensor([2.0, 3.0, 4.0])  # never above 0
+
+
+def _ranks(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Each row's score is to be larger than the mean of others by a margin, as in RaHinge."""
+    good, bad = (model(rows).squeeze(1) for rows in (x, -x))
+    return F.relu(99 - (good - bad.mean())).mean() + F.relu(99 + (bad - good.mean())).mean()
+
+
+def _many_terms(model: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    for _ in range(72):
+        for p in model.parameters():
+            value = value + 1e-5 * p.square().sum()
+    return value
+
+
 def _one_by_one(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     losses = [(model(row).squeeze() - label).abs() for row, label in zip(x, y, strict=True)]
     return sum(losses[1:], losses[0]) / len(losses)
@@ -54,6 +71,40 @@ COUPLED: dict[str, Loss] = {
     "beside those of rows": lambda m, x, y: (
         _one_by_one(m, x, y) + (_mean(m, x, y) - 1e3).clamp(min=0)
     ),
+    "p-norm": lambda m, x, y: _hidden(m, x).mean(0).norm(p=1),
+    "largest of means": lambda m, x, y: torch.linalg.vector_norm(
+        _hidden(m, x).mean(0), float("inf")
+    ),
+    "norm of one number": lambda m, x, y: (_mean(m, x, y) + 9.0).norm(),
+    "distance": lambda m, x, y: torch.dist(_hidden(m, x).mean(0), torch.zeros(3), 1),
+    "distance of pairs": lambda m, x, y: F.pairwise_distance(
+        _hidden(m, x).mean(0, keepdim=True), torch.zeros(1, 3), p=1
+    ).sum(),
+    "distance of each pair": lambda m, x, y: torch.cdist(
+        _hidden(m, x).mean(0, keepdim=True), torch.zeros(1, 3).double(), p=1
+    ).sum(),
+    "margin": lambda m, x, y: F.multi_margin_loss(
+        _hidden(m, x).mean(0, keepdim=True), torch.tensor([2]), margin=9.0
+    ),
+    "margin of labels": lambda m, x, y: F.multilabel_margin_loss(
+        9 * _hidden(m, x).mean(0), torch.tensor([2, -1, -1])
+    ),
+    "pooled": lambda m, x, y: F.max_pool1d(_hidden(m, x).mean(0).view(1, 1, 3), 3).sum(),
+    "pooled to one": lambda m, x, y: F.adaptive_max_pool1d(
+        _hidden(m, x).mean(0).view(1, 1, 3), 1
+    ).sum(),
+    "largest and smallest": lambda m, x, y: sum(torch.aminmax(_hidden(m, x).mean(0), dim=0)),
+    "largest of a group": lambda m, x, y: (
+        torch.full((2,), -99.0)
+        .double()
+        .scatter_reduce(0, torch.tensor([0, 1, 0]), _hidden(m, x).mean(0), "amax")
+        .sum()
+    ),
+    "largest along a dimension": lambda m, x, y: _hidden(m, x).mean(0).max(0).values,
+    "first of an order": lambda m, x, y: _hidden(m, x).mean(0).topk(1).values.sum(),
+    "filled": lambda m, x, y: (q := _mean(m, x, y)).masked_fill(q > 1e3, 0.0),
+    "rows against a mean": lambda m, x, y: _ranks(m, x),
+    "behind many terms": lambda m, x, y: _many_terms(m, (_mean(m, x, y) - 1e-3).abs()),
     "difference of means": lambda m, x, y: F.smooth_l1_loss(m(x).mean() + 9.0, y.mean()),
 }
 APART: dict[str, Loss] = {
@@ -73,6 +124,50 @@ APART: dict[str, Loss] = {
     "of a count": lambda m, x, y: (
         _per_row(m, x, y).sum() / torch.tensor(float(len(x))).clamp(min=1.0)
     ),
+    "a smooth norm": lambda m, x, y: _mean(m, x, y) + _norm(m) + m(x).norm(dim=1).mean(),
+    "norms of rows": lambda m, x, y: (
+        _hidden(m, x).norm(p=1, dim=1).mean()
+        + torch.linalg.vector_norm(m[0](x), float("inf"), dim=1).mean()
+        + m(x).norm(dim=1).mean()
+    ),
+    "norms of weights": lambda m, x, y: (
+        _mean(m, x, y) + sum(p.norm(p=1) for p in m.parameters()) + m[2].weight.norm(float("inf"))
+    ),
+    "distances of rows": lambda m, x, y: (
+        F.pairwise_distance(m[0](x), m[0](-x), p=1).mean()
+        + F.triplet_margin_loss(m[0](x), m[0](-x), m[0](2 * x), p=1)
+        + torch.cdist(m[0](x), m[0].weight.T, p=1).min(1).values.mean()
+    ),
+    "margins of rows": lambda m, x, y: F.multi_margin_loss(m[0](x), (y > 0).long()),
+    "pooled in each row": lambda m, x, y: F.max_pool1d(m[0](x)[:, None], 3).mean(),
+    "largest of each row's group": lambda m, x, y: (
+        torch.zeros(len(x), dtype=x.dtype)
+        .scatter_reduce(0, torch.arange(3 * len(x)) // 3, m[0](x).flatten(), "amax")
+        .mean()
+    ),
+    "norms, row by row": lambda m, x, y: (
+        sum((m[0](row) - m[2].weight).norm(p=1) for row in x) / len(x)
+    ),
+    "less the largest": lambda m, x, y: (
+        -(m[0](x) - m[0](x).max()).log_softmax(1)[:, 0].mean() + m(x).abs().mean()
+    ),
+    "a mean beside rows": lambda m, x, y: F.relu(m[0](x)).mean() + _mean(m, x, y) + m(x).mean(),
+    "of no rows": lambda m, x, y: _mean(m, x, y) + F.relu(F.relu(m[0](x))[y > 9].sum(1)).sum(),
+    "of chosen rows": lambda m, x, y: (
+        sum(F.relu(m[0](x)[x[:, i] > at]).sum() for i in range(4) for at in (-0.5, 0.5, 1.0))
+        / len(x)
+    ),
+    "of rows of several lengths": lambda m, x, y: (
+        F.relu(torch.nested.as_nested_tensor([*m[0](x)], layout=torch.jagged))
+        .to_padded_tensor(0.0)
+        .mean()
+    ),
+    "of rows of several lengths, strided": lambda m, x, y: (
+        torch.nested.as_nested_tensor([*m[0](x)]).relu().to_padded_tensor(0.0).mean()
+    ),
+    "a row of a table": lambda m, x, y: F.relu(
+        m[0](x) + F.embedding(torch.zeros(len(x), 1).long(), m[0].weight.T)[0]
+    ).mean(),
 }
 
 
@@ -126,9 +221,43 @@ def test_of_the_whole_batch(name: str, steps: int, returned: bool) -> None:
 @pytest.mark.parametrize("steps", [2, ROWS])
 @pytest.mark.parametrize("name", APART)
 def test_of_anything_else(name: str, steps: int, returned: bool) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return APART[name](model, x, y) + _mean(model, x, y)
+
     torch.testing.assert_close(
-        _run(APART[name], returned, steps), _run(APART[name], returned, None), rtol=1e-9, atol=1e-12
+        _run(loss, returned, steps), _run(loss, returned, None), rtol=1e-9, atol=1e-12
     )
+
+
+def test_a_vector_of_losses_has_bounds_too() -> None:
+    """``losses.backward(weights)``, as of several tasks."""
+    model, _ = _world(_mean, False)
+
+    @oomkit.auto_batch(model=model, accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        model.zero_grad()
+        losses = torch.stack([_mean(model, x, y), model(x).square().mean()]) + 9.0
+        losses.abs().backward(torch.ones(2, dtype=x.dtype))
+
+    with pytest.raises(oomkit.SplitError, match=r"abs\(\) clips a number"):
+        step(*_batch())
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_vector_of_the_rows_losses_has_none(reduced: bool) -> None:
+    model, _ = _world(_mean, False)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        model.zero_grad()
+        losses = F.relu(model[0](x)).sort(1).values[:, :2].mean(1) + _per_row(model, x, y).clamp(-9)
+        weights = torch.full((len(x),), 1 / len(x), dtype=x.dtype)
+        losses.backward(weights) if not reduced else losses.mean().backward()
+
+    found = []
+    for each in step, oomkit.auto_batch(model=model, accumulation_steps=2)(step):
+        each(*_batch())
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*found)
 
 
 ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
