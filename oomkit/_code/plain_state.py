@@ -187,10 +187,19 @@ class Places:
         if isinstance(value, torch.nn.Module) and any(
             name in own.get(part, ()) for part in ("_parameters", "_buffers", "_modules")
         ):
-            return  # rules of their own
+            if name in own.get("_buffers", ()):
+                self.new_buffer(owner, name)
+            return  # those that are there have rules of their own
         if isinstance(value, type):
             owner = whole(value)
         self.mark(Spot(owner, ATTRIBUTE, name, own.get(name)), BIND)
+
+    def new_buffer(self, owner: Spot, name: str) -> None:
+        """One that the step may make, which has no value yet: a mean of the first batch."""
+        there = own_of(owner.value).get("_buffers")
+        if isinstance(there, dict) and there.get(name) is None:
+            buffers = Spot(owner, ATTRIBUTE, "_buffers", there)
+            self.mark(Spot(buffers, ITEM, name, None), BIND)
 
     # --- calls ---
 
@@ -326,6 +335,9 @@ class Places:
 
     def module(self, frame: Frame, spot: Spot, name: str, use: Use) -> None:
         value = spot.value
+        first = use.arguments[0] if name == "register_buffer" and use.arguments else None
+        if first is not None and first.kind == "constant" and isinstance(first.steps[0], str):
+            self.new_buffer(spot, first.steps[0])
         if name in ("forward", "__call__"):
             if (id(value),) in self.seen:
                 return

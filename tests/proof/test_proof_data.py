@@ -277,3 +277,65 @@ def test_gradients_of_an_earlier_call_that_are_cleared_after_the_forward() -> No
     torch.testing.assert_close(got, want)
     for one, two in zip(whole[0].parameters(), split[0].parameters(), strict=True):
         torch.testing.assert_close(one, two)
+
+
+class Centred(nn.Module):
+    """Takes off what its first forward has made."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 3), how
+        if how in ("filled", "table filled"):
+            self.register_buffer("mu", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if getattr(self, "mu", None) is None:
+            if self.how == "registered":
+                self.register_buffer("mu", x.mean(0))
+            elif self.how == "table":
+                self.register_buffer("mu", torch.arange(4.0).cos(), persistent=False)
+            elif self.how == "table filled":
+                self.mu = torch.arange(4.0).cos()
+            else:
+                self.mu = x.mean(0)
+        return self.layer(x - self.mu)
+
+
+def _centred(how: str, fits: int | None) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    torch.manual_seed(0)
+    model = Centred(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        out = model(x)
+        if fits is not None and len(x) > fits and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        out.square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+@pytest.mark.parametrize("fits", [4, 1])
+@pytest.mark.parametrize("how", ["registered", "filled", "attribute"])
+def test_what_the_first_micro_batch_makes_of_its_rows_is_refused(how: str, fits: int) -> None:
+    """The whole batch would have made it of all rows; nothing of it is left."""
+    model, step = _centred(how, fits)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        oomkit.auto_batch(step)(torch.randn(8, 4))
+    assert getattr(model, "mu", None) is None
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("how", ["table", "table filled"])
+def test_a_table_that_the_first_micro_batch_makes_is_split(how: str) -> None:
+    found, batch = [], torch.randn(8, 4)
+    for fits in (None, 4):
+        model, step = _centred(how, fits)
+        each = step if fits is None else oomkit.auto_batch(step)
+        for _ in range(2):
+            each(batch)
+        found.append(model.state_dict())
+    torch.testing.assert_close(*found)
