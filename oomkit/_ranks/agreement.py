@@ -234,8 +234,8 @@ class Agreement(Call):
             reducer.ready()
         if (self._done > 0 or self._cautious) and self.asks(FINE, matters.REDUCTION):
             return 1
-        with self._by_models():
-            for reducer in due:
+        for reducer in due:
+            with self._by_models(reducer):
                 reducer.reduce()
         self._done += 1
         return 0
@@ -337,13 +337,14 @@ class Agreement(Call):
         return self.world.vote(word, matter, self._take_part)
 
     @contextlib.contextmanager
-    def _by_models(self) -> Iterator[None]:
+    def _by_models(self, reducer: Reducer | None = None) -> Iterator[None]:
         """Collectives in it are those of the models, or of their hooks."""
         self._models_own = True
+        self.world.hooked = reducer if self._once else None
         try:
             yield
         finally:
-            self._models_own = False
+            self._models_own, self.world.hooked = False, None
 
     def _take_part(self, step: int) -> None:
         self.world.tell(step, NEVER)
@@ -408,7 +409,7 @@ class Agreement(Call):
             time.sleep(0.001)
 
     def _drain(self, reducer: Reducer, begun: bool = False) -> None:
-        with self._by_models(), self.owing():
+        with self._by_models(reducer), self.owing():
             reducer.drain(begun)
 
     def _synchronises(self) -> bool:

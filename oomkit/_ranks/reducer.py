@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from . import private
+from .hooks import Made, State
 from .private import REDUCER
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class Reducer:
         self.begun = False
         """The others know that this rank takes part in it."""
         self.sent = 0
+        self._hooked = 0  # collectives that a hook has made in its reduction
+        self._again = 0  # and those of them that it has yet to leave out
+        self._states: list[State] = []  # what it goes on with, before them
         self.broadcasts: Any = True
         """The next forward begins with a broadcast of buffers."""
         self.sent_buffers = False
@@ -203,6 +207,7 @@ class Reducer:
     def reduce(self) -> None:
         """The gradients that are in ``.grad``, by the model's own means."""
         self.due, self.flying, self.sent = False, True, self.count()
+        self._hooked, self._states = 0, [State(state) for _, state in self.model._comm_hooks]
         used = self._used()
         self._check(used)
         self._agreement.reduces(self)
@@ -216,27 +221,48 @@ class Reducer:
         with _without_hooks(used):
             _run(root)
 
+    def hook_makes(self, tensor: Any, make: Callable[[], Any], leaves_out: bool) -> Any:
+        """A collective of its hook, unless that runs again with zeros, and has made it."""
+        if leaves_out and self._again > 0:
+            self._again -= 1
+            return Made(tensor)
+        made = make()
+        self._hooked += 1
+        return made
+
     def parts(self) -> list[Callable[[], Any]]:
-        """This rank's part, with zeros, in each collective of a reduction."""
-        buckets = self.real._get_zeros_like_grad_buckets()
-        found: list[Callable[[], Any]] = [
-            functools.partial(self.real._run_comm_hook, bucket) for bucket in buckets
-        ]
+        """This rank's part, with zeros, in each bucket of a reduction, and in what goes with it."""
+        found = self._buckets()
         return [*found, self.nothing_used()] if self.finds else found
+
+    def _buckets(self) -> list[Callable[[], Any]]:
+        buckets = self.real._get_zeros_like_grad_buckets()
+        return [functools.partial(self.real._run_comm_hook, bucket) for bucket in buckets]
 
     def nothing_used(self) -> Callable[[], Any]:
         used = torch.zeros_like(self.real._get_local_used_map())
         return functools.partial(self.model.process_group.allreduce, [used])
 
-    def _owed(self) -> list[Callable[[], Any]]:
-        """The same, with what memory there is: others wait for it, whatever the budget says. All
+    def _owed(self, parts: Callable[[], Any]) -> list[Callable[[], Any]]:
+        """Such parts, with what memory there is: others wait for it, whatever the budget says. All
         of it is allocated before the first collective, so that this can be tried again."""
         try:
-            return self.parts()
+            return list(parts())
         except torch.OutOfMemoryError:
             pass  # its traceback keeps tensors
         self.empty_caches()
-        return _C.exempt(self.parts)
+        return list(_C.exempt(parts))
+
+    def _left(self) -> list[Callable[[], Any]]:
+        """What this rank has not made. A hook may make several collectives for a bucket, one when
+        another has ended: it runs again, and leaves out those that it has made."""
+        made = max(0, self.count() - self.sent)
+        for state in self._states:
+            state.restore()
+        if self._hooked == 0:
+            return self._owed(self.parts)[made:]
+        self._again = self._hooked
+        return self._owed(self.parts if made <= self._hooked else self._buckets)
 
     def empty_caches(self) -> None:
         gc.collect()
@@ -252,17 +278,17 @@ class Reducer:
         if not awaited:
             return
         if begun:
-            self.sent = self.count()
-        left = self._owed()[max(0, self.count() - self.sent) :]
-        for work in [part() for part in left]:
+            self.sent, self._hooked, self._states = self.count(), 0, []
+        for work in [part() for part in self._left()]:
             work.wait()
+        self._again = 0
         with contextlib.suppress(RuntimeError):  # gloo has none: the others' parts are done
             self.model.process_group._wait_for_pending_works()  # when they vote
 
     def post(self) -> list[Any]:
         """Its part, with zeros, of the reduction that others are in or come to: what is to be
         kept while that runs."""
-        parts = self._owed()
+        parts = self._owed(self.parts)
         return [[part() for part in parts], parts]
 
     def reset(self) -> None:

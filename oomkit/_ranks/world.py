@@ -120,6 +120,8 @@ class World:
         self.thread = 0
         self.present: Any = None
         """What the call that runs agrees on, or None."""
+        self.hooked: Any = None
+        """The reducer whose hook, which makes any number of collectives, runs in any thread."""
         self.kept: Any = None
         """Parts of the others' reductions that they had not come to when a call ended."""
         self._makes = False
@@ -434,6 +436,10 @@ def _watch(module: Any, name: str) -> None:
     def collective(*args: Any, **kwargs: Any) -> Any:
         world = _present
         agreement = None if world is None else world.present
+        if world is not None and world.hooked is not None and module is dist:
+            tensor = args[0] if args else next(iter(kwargs.values()), None)
+            ours = threading.get_ident() == world.thread
+            return world.hooked.hook_makes(tensor, lambda: plain(*args, **kwargs), ours)
         if world is None or agreement is None:
             _look(name, _C._where())
             return plain(*args, **kwargs)

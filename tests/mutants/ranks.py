@@ -21,6 +21,28 @@ MUTANTS = [
         ("ranks/test_ddp.py::test_each_place_of_a_plain_step",),
     ),
     Mutant(
+        "hook-runs-again-from-its-begin",
+        "a hook that runs once more leaves out the collectives that its rank has made",
+        "oomkit/_ranks/reducer.py",
+        "        self._again = self._hooked\n",
+        "",
+        (
+            "ranks/test_steps.py::"
+            "test_one_in_a_hook_with_a_state_reaches_all_and_nobody_updates[2-{}]",
+        ),
+    ),
+    Mutant(
+        "state-of-a-hook-left",
+        "a hook that runs once more makes the collectives that the others make",
+        "oomkit/_ranks/reducer.py",
+        "        for state in self._states:\n            state.restore()\n",
+        "",
+        (
+            "ranks/test_steps.py::"
+            "test_one_in_a_hook_with_a_state_reaches_all_and_nobody_updates[2-{}]",
+        ),
+    ),
+    Mutant(
         "hooks-see-the-reduction",
         "hooks on parameters run in the step's own backward, not in that of a reduction",
         "oomkit/_ranks/reducer.py",

@@ -292,6 +292,31 @@ def _reaches_all(
             assert 0.0 <= learned - failed <= 1.0, (place, who, rank, learned - failed)
 
 
+IN_HOOK = [(at, place, 0, []) for at, places in ((1, 3), (3, 5)) for place in range(places)]
+IN_HOOK += [(3, place, 0, [4, 4]) for place in range(1, 5)]
+IN_HOOK += [(at, -1, nth, []) for at, most in ((2, 7), (3, 3)) for nth in range(1, most + 1)]
+IN_HOOK_BY: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (2, {"gloo": True}),
+    (2, {"nodes": [1, 1]}),
+    (4, {"nodes": [2, 2]}),
+]
+
+
+@pytest.mark.parametrize(("world", "way"), with_rest(IN_HOOK_BY[:1], IN_HOOK_BY), ids=str)
+def test_one_in_a_hook_with_a_state_reaches_all_and_nobody_updates(
+    world: int, way: dict[str, Any]
+) -> None:
+    """Its collectives follow one another; those that a rank has not made others wait for."""
+    why = "it has to begin again after a communication hook had run, whose state cannot be taken"
+    *others, one = results_of("told:in_hook", world, cases=IN_HOOK, **way)
+    for found in (*others, one):
+        for case, (said, seconds, kept, total), own in zip(IN_HOOK, found, one, strict=True):
+            assert said.startswith(f"RankError: rank {world - 1} cannot continue: {why}"), case
+            assert seconds < 5.0, case  # else it is when the group gives up, after thirty
+            assert kept and total == own[3], case
+
+
 ELSEWHERE = sampled(
     list(itertools.product(([1, 1], [2, 2], [1, 3]), (False, True), (False, True))),
     4,
