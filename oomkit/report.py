@@ -90,13 +90,9 @@ class Site:
 def record_dict(record: Any) -> dict[str, Any]:
     """record_dict(record) -> dict
 
-    The fields of a StepRecord (or StepSummary) by name; of a record of one of several
-    processes its rank, too.
+    The fields of a StepRecord (or StepSummary) by name.
     """
-    fields = {name: getattr(record, name) for name in type(record).__match_args__}
-    if isinstance(record, _C.StepRecord) and (rank := ranks.own_rank()) is not None:
-        fields["rank"] = rank
-    return fields
+    return {name: getattr(record, name) for name in type(record).__match_args__}
 
 
 def _is_change(before: Row | None, row: Row) -> bool:
