@@ -57,6 +57,19 @@ engine_participants(oomkit_call *call)
     return oomkit_call_take_part(call, step->parts);
 }
 
+/* Who takes part was found among gathered parameters: found again. 0 or -1. */
+static int
+engine_participants_again(oomkit_call *call)
+{
+    oomkit_participants *before = call->parts;
+
+    before->dead = 1;
+    before->busy--;
+    call->parts = NULL;
+    oomkit_participants_release(before);
+    return engine_participants(call);
+}
+
 /* A split that was planned and must not be. 0, or -1 with SplitError. */
 static int
 engine_refuse(oomkit_call *call)
@@ -169,7 +182,7 @@ static int
 engine_begin(oomkit_call *call)
 {
     oomkit_state *st = call->st;
-    int split = 0;
+    int split = 0, moved;
 
     if (oomkit_batch_capture(st, call->options, call->given.args,
                              PyVectorcall_NARGS(call->given.nargsf),
@@ -184,7 +197,8 @@ engine_begin(oomkit_call *call)
     }
     oomkit_device_prepare(st, call->device);
     oomkit_window_begin(call);
-    if (oomkit_ranks_enter(call) < 0) {
+    moved = oomkit_ranks_enter(call);
+    if (moved != 0 && (moved < 0 || engine_participants_again(call) < 0)) {
         return -1;
     }
     if (oomkit_ranks_agreed(call)) { /* what was reduced is no rank's own any more */

@@ -89,7 +89,8 @@ oomkit_ranks_enter(oomkit_call *call)
     }
     call->ranks.agreed = agreed;
     call->ranks.sharded = ranks_says(call, "sharded");
-    return call->ranks.sharded < 0 ? -1 : 0;
+    return call->ranks.sharded > 0 ? ranks_says(call, "resharded")
+                                   : call->ranks.sharded;
 }
 
 int

@@ -8,8 +8,9 @@
 #include "../call/call_types.h"
 
 /* Before anything of the call is marked: does it train a model that is spread over
- * ranks? Collectives that a forward would begin with are made now. 0 or -1. Runs Python
- * code. */
+ * ranks? Collectives that a forward would begin with are made now. 0; 1 where
+ * parameters were gathered and are not any more, so that who takes part is to be found
+ * again; -1. Runs Python code. */
 int
 oomkit_ranks_enter(oomkit_call *call);
 /* With global_weight=: this rank has `count` such numbers of items, of which each

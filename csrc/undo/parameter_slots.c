@@ -1,5 +1,6 @@
 /* Which parameter stands at which name of which module, while split: one that the step
  * replaces is no longer the one that the optimizer and the marks know. */
+#include "../ranks/agree.h"
 #include "undo.h"
 
 struct oomkit_param_slot {
@@ -71,9 +72,10 @@ oomkit_param_slots_note(oomkit_call *call)
 }
 
 /* At the end of a micro-batch: 1 and *key (borrowed) of a parameter that was replaced
- * or taken out, 0, -1. */
+ * or taken out, 0, -1. One that was gathered from the ranks stands for this rank's part
+ * of it, as torch leaves it after a forward without a backward. */
 int
-oomkit_param_slots_changed(const oomkit_call *call, PyObject **key)
+oomkit_param_slots_changed(oomkit_call *call, PyObject **key)
 {
     Py_ssize_t i;
     for (i = 0; i < call->entry.slots.count; i++) {
@@ -83,8 +85,12 @@ oomkit_param_slots_changed(const oomkit_call *call, PyObject **key)
             return -1;
         }
         if (now != slot->value) {
+            const int gathered = now == NULL ? 0 : oomkit_ranks_made(call, now);
+            if (gathered > 0) {
+                continue;
+            }
             *key = slot->key;
-            return 1;
+            return gathered < 0 ? -1 : 1;
         }
     }
     return 0;

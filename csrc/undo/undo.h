@@ -140,7 +140,7 @@ oomkit_grads_end_micro(oomkit_call *call);
 int
 oomkit_param_slots_note(oomkit_call *call);
 int
-oomkit_param_slots_changed(const oomkit_call *call, PyObject **key);
+oomkit_param_slots_changed(oomkit_call *call, PyObject **key);
 int
 oomkit_param_slots_restore(oomkit_call *call);
 void

@@ -48,7 +48,7 @@ _NAMES = {
     "FSDPParamGroup": "_all_gather_comm _all_reduce_hook _reduce_scatter_comm _sharded_state "
     "_to_sharded _to_sharded_post_forward _training_state device "
     "fsdp_params is_sharded_post_forward mesh_info post_backward reduce_grads all_reduce_grads "
-    "reshard reshard_after_backward unshard wait_for_unshard",
+    "reshard reshard_after_backward unshard wait_for_unshard is_sharded _all_gather_result",
     "FSDPParam": "sharded_param unsharded_accumulated_grad is_dtensor all_gather_outputs "
     "alloc_all_gather_outputs sharded_state param_dtype orig_dtype _orig_size",
 }
@@ -87,9 +87,14 @@ class _Gather:
         backward = of._training_state.name == "PRE_BACKWARD"
         kind = _FORWARD if not backward else _PART if of.is_sharded_post_forward else _BACKWARD
         self.group.call.makes(kind, self.group.index, 0)
-        return self.group.call.quietly(
-            lambda: self.real(output_tensor, input_tensor, group, async_op)
-        )
+
+        def gather() -> Any:
+            work = self.real(output_tensor, input_tensor, group, async_op)
+            if work is not None and output_tensor.device.type == "cpu":
+                work.wait()  # gloo has allocations of its own, which may fail, too
+            return work
+
+        return self.group.call.quietly(gather)
 
 
 class _Scatter:
@@ -253,6 +258,8 @@ class Sharded(Call):
         self._models = models
         for model in models:
             model._get_fsdp_state()._lazy_init()
+        self.resharded = any([_reshards(model) for model in models])
+        """Parameters were gathered when it began, as after an evaluation."""
         groups = [of for model in models for of in _groups(model)]
         self._groups = [Group(self, index, of) for index, of in enumerate(groups)]
         self.reduced = -1
@@ -331,7 +338,7 @@ class Sharded(Call):
 
     def made(self, leaf: torch.Tensor) -> bool:
         """Is this a parameter that was gathered?"""
-        if self._gathered is None:
+        if self._gathered is None or id(leaf) not in self._gathered:
             found = (p for group in self._groups for _, p in group.unsharded())
             self._gathered = {id(p._unsharded_param) for p in found}
         return id(leaf) in self._gathered
@@ -414,6 +421,9 @@ class Sharded(Call):
             for group in self._groups:
                 group.leave()
             self._groups = []
+        if self._backwards > 0 or self.trouble:  # ranks that took part in others' have not
+            for model in self._models:  # gathered the same
+                _reshards(model)
 
     # ---- collectives
 
@@ -532,6 +542,15 @@ def _groups(model: Any) -> list[Any]:
     """What is gathered together, in all ranks' order."""
     states = model._get_fsdp_state()._state_ctx.all_states
     return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _reshards(model: Any) -> bool:
+    """As torch leaves it after a backward. Was anything gathered?"""
+    groups = _groups(model)
+    if all([of.is_sharded and of._all_gather_result is None for of in groups]):
+        return False
+    model.reset_iter_state()
+    return True
 
 
 def outermost(models: list[Any]) -> list[Any]:

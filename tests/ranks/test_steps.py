@@ -104,6 +104,8 @@ SOME_WAITING = sampled(WAITING, 2, "waiting", kind=lambda case: case[1])
 ROWS = list(itertools.product((1, 3), KINDS))  # the last one's are known when others
 SOME_ROWS = sampled(ROWS, 2, "rows", kind=lambda case: case[1])  # have reduced
 SOME_USED = [*shards.USED] if WHOLE else ["last"]  # what is told in more than a step, soonest
+GATHERED = list(itertools.product(shards.GATHERED, (None, False)))
+SOME_GATHERED = [("evaluated", False), ("teacher", None)]
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("steps:split_from_the_start", {}),
     **{
@@ -127,6 +129,10 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "first gather": ("steps:first_gather", {}),
     "accumulated": ("steps:accumulated", {}),
     **{f"many, {used}": ("shards:many", {"used": used}) for used in shards.USED},
+    **{
+        f"gathered, {kind} {verify}": ("shards:gathered", {"kind": kind, "verify": verify})
+        for kind, verify in GATHERED
+    },
     "overflown": ("scaled:overflown", {}),
     "reported": ("reports:reported", {}),
     "evaluated": ("evaluations:evaluated", {}),
@@ -160,6 +166,11 @@ REST = {
         if (at, kind) not in SOME_ROWS
     ),
     *(f"many, {used}" for used in shards.USED if used not in SOME_USED),
+    *(
+        f"gathered, {kind} {verify}"
+        for kind, verify in GATHERED
+        if (kind, verify) not in SOME_GATHERED
+    ),
 }
 """What `make test` leaves out."""
 
@@ -428,6 +439,21 @@ def test_so_it_may_where_not_all_ranks_share_memory(where: dict[str, Any]) -> No
     assert max(far for far, *_ in found) < 1e-12
     assert [count for _, count, _ in found] == [len(shards.USED["last"])] * sum(nodes)
     assert [fired for *_, fired in found] == [6, 6, 0, 0][: sum(nodes)]
+
+
+@pytest.mark.parametrize(("kind", "verify"), with_rest(SOME_GATHERED, GATHERED))
+def test_parameters_that_are_gathered_when_a_call_begins_or_ends(kind: str, verify: Any) -> None:
+    """By an evaluation, the user's own unshard(), or a model of the step without a backward."""
+    first, second = _of(f"gathered, {kind} {verify}")
+    assert max(first[0], second[0]) < 1e-12
+    assert first[1] == second[1] == 6
+
+
+@pytest.mark.parametrize("where", with_rest(FARTHER[2:], FARTHER), ids=["1 + 2", "2 + 2", "gloo"])
+def test_so_they_may_be_where_not_all_ranks_share_memory(where: dict[str, Any]) -> None:
+    found = results_of("shards:gathered", sum(where["nodes"]), kind="evaluated", **where)
+    assert max(far for far, _ in found) < 1e-12
+    assert all(fired >= 3 for _, fired in found)
 
 
 def test_gradients_that_stay_on_each_rank_until_a_later_backward_are_proven_and_kept() -> None:

@@ -1,4 +1,5 @@
-"""Steps over fully_shard() whose groups have more parameters than one told step has bits."""
+"""Steps over fully_shard() whose groups have more parameters than one told step has bits, or are
+gathered already."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from oomkit.testing import inject_oom
 
 from ..launch import Rank
 from .common import prepare
+from .ddp import whole
 
 PARAMETERS = 90
 USED: dict[str, list[int]] = {
@@ -83,3 +85,111 @@ def many(rank: Rank) -> list[Any]:
                 far = max(far, _far(_gradients(model), expected))
                 fired += fault.fired
     return [far, sum(g is not None for g in expected), fired]
+
+
+class Shifted(nn.Module):
+    """Its root has a parameter of its own, which torch leaves gathered after a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.inner = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.tanh(self.inner(x + self.shift))
+        return out
+
+
+def _shifted(**given: Any) -> Any:
+    made = Shifted()
+    fully_shard(made.inner)
+    return fully_shard(made, **given)
+
+
+GATHERED = (
+    "evaluated",
+    "unsharded",
+    "unsharded_within",
+    "unsharded_within_async",
+    "frozen_teacher",
+    "teacher",
+)
+"""What has gathered parameters when a call begins or ends, or a micro-batch does."""
+
+
+class _Gathering:
+    """Two models, and a step that leaves parameters of one of them gathered, or meets them so."""
+
+    def __init__(self, kind: str, index: int) -> None:
+        torch.manual_seed(index)
+        self.kind = kind
+        self.student, self.teacher = _shifted(), _shifted()
+        if kind == "frozen_teacher":
+            self.teacher.requires_grad_(False)
+        self.optimizers = [
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for model in (self.student, self.teacher)
+        ]
+
+    def before(self, x: torch.Tensor) -> None:
+        if self.kind == "evaluated":
+            with torch.no_grad():
+                self.student(x)
+        elif self.kind == "unsharded":
+            self.student.unshard()
+
+    def step(self, x: torch.Tensor) -> None:
+        self.optimizers[0].zero_grad()
+        if "within" in self.kind:
+            self.student.unshard(async_op=self.kind.endswith("async"))
+        loss = self.student(x).square().mean()
+        if self.kind.endswith("teacher"):
+            with torch.no_grad():
+                target = self.teacher(x)
+            loss = loss + (self.student(x) - target).square().mean()
+        loss.backward()
+        self.optimizers[0].step()
+
+    def after(self, x: torch.Tensor) -> None:
+        """A step without oomkit, which meets parameters as the call has left them."""
+        if self.kind == "teacher":
+            self.optimizers[1].zero_grad()
+            self.teacher(x).square().mean().backward()
+            self.optimizers[1].step()
+
+    def values(self) -> torch.Tensor:
+        models = (self.student, self.teacher)
+        params = [whole(p) for model in models for p in model.parameters()]
+        return torch.cat([p.flatten() for p in params])
+
+
+def gathered(rank: Rank) -> list[Any]:
+    """Steps whose models are gathered where sharded ones are usual, and one of whose ranks is out
+    of memory. Largest difference of parameters, how many faults were met, and where it was last."""
+    prepare(rank)
+    kind, far, fired = rank.arguments["kind"], 0.0, 0
+    rows = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(rank.rank))
+
+    def run(fault: inject_oom | None, at: int, decorated: bool) -> torch.Tensor:
+        made = _Gathering(kind, 7)
+        step = (
+            oomkit.auto_batch(made.step, verify=rank.arguments.get("verify", False))
+            if decorated
+            else made.step
+        )
+        for index, x in enumerate(rows):
+            made.before(x)
+            fails = fault if fault is not None and index == at else None
+            with fails or contextlib.nullcontext():
+                step(x)
+            made.after(x)
+        return made.values()
+
+    expected = run(None, 0, False)
+    for fails in (None, 0, 1, dist.get_world_size()):
+        for phase, nth, at in (("forward", 1, 1), ("forward", 9, 0), ("backward", 3, 2)):
+            meant = fails in (rank.rank, dist.get_world_size())
+            fault = inject_oom(nth=nth, phase=phase) if meant else None
+            print(kind, fails, phase, nth, flush=True)
+            far = max(far, float((run(fault, at, True) - expected).abs().max()))
+            fired += 0 if fault is None else fault.fired
+    return [far, fired]
