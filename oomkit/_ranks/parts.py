@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
@@ -83,6 +84,11 @@ def _broadcast(model: Any, plain: Any) -> None:
     _C._part_keeps(model.modules_buffers)
 
 
+@_disable_dynamo  # which warns of functions that it cannot trace
+def _in_part(model: Any) -> bool:
+    return _C._where() == IN_PART and bool(model.process_group.size() > 1)
+
+
 def watch() -> None:
     """Have DistributedDataParallel, whose collectives are in C++, tell of those in parts."""
     kind: Any = DistributedDataParallel
@@ -92,14 +98,14 @@ def watch() -> None:
 
     @functools.wraps(sync)
     def _sync_buffers(self: Any) -> None:
-        if _C._where() == IN_PART and self.process_group.size() > 1:
+        if _in_part(self):
             _broadcast(self, sync)
         else:
             sync(self)
 
     @functools.wraps(ended)
     def _post_forward(self: Any, output: Any) -> Any:
-        if _C._where() == IN_PART and self.process_group.size() > 1 and _reduces(self):
+        if _in_part(self) and _reduces(self):
             _C._part_reduces(_name(self))
         return ended(self, output)
 

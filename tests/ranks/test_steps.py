@@ -134,6 +134,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
         for kind, verify in GATHERED
     },
     "overflown": ("scaled:overflown", {}),
+    "compiled": ("scaled:compiled", {}),
     "reported": ("reports:reported", {}),
     "evaluated": ("evaluations:evaluated", {}),
     "mapped": ("evaluations:mapped", {}),
@@ -668,6 +669,10 @@ def test_ranks_leave_without_shared_memory_and_on_several_machines(way: str, nam
     every = results_once("common:together", 2, 300.0, programs=programs, **APART[way])
     for rank, found in enumerate(every):
         _left_as_with_torch(JOINED[name], rank, found[name])
+
+
+def test_a_compiled_model_is_split_and_nothing_is_said_of_what_cannot_be_compiled() -> None:
+    assert _of("compiled") == [[[True] * 3, []]] * 2
 
 
 def test_a_step_by_accelerate_is_retried() -> None:

@@ -1,10 +1,12 @@
-"""Steps under a gradient scaler whose gradients overflow on one rank alone, and by Accelerate."""
+"""Steps under a gradient scaler whose gradients overflow on one rank alone, by Accelerate, and over
+a compiled model."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import oomkit
 from oomkit.testing import inject_oom
 
 from ..launch import Rank
-from .common import prepare
+from .common import equal, gradients, prepare
 
 
 def overflown(rank: Rank) -> list[Any]:
@@ -111,3 +113,26 @@ def accelerated(rank: Rank) -> list[list[float]]:
         ours, ooms = run(oomkit.auto_batch, phase, nth)
         found.append([float((ours - expected).abs().max()), ooms])
     return found
+
+
+def compiled(rank: Rank) -> list[Any]:
+    """A compiled model, one of whose ranks is out of memory in its second step. How far gradients
+    are from those of the model as it is, and what was warned of."""
+    made, _, x, y = prepare(rank)
+    model = DistributedDataParallel(made.module)  # buckets as torch has them
+    faster, found = torch.compile(model, backend="eager"), []
+
+    def train(forward: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        model.zero_grad()
+        F.mse_loss(forward(x), y).backward()
+
+    train(model, x, y)
+    expected = gradients(model)
+    step = oomkit.auto_batch(train, static="forward", model=model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for fails in (2, 1, 0):
+            with inject_oom(nth=3) if fails == rank.rank else contextlib.nullcontext():
+                step(faster, x, y)
+            found.append(equal(gradients(model), expected))
+    return [found, [str(one.message) for one in caught if "oomkit" in str(one.message)]]
