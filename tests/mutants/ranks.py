@@ -372,4 +372,26 @@ MUTANTS = [
             ),
         ),
     ),
+    Mutant(
+        "gathered-is-replaced",
+        "a parameter that was gathered is not one that the step has replaced",
+        "csrc/undo/parameter_slots.c",
+        "            if (gathered > 0) {",
+        "            if (gathered > 1) {",
+        (
+            "ranks/test_steps.py::"
+            "test_parameters_that_are_gathered_when_a_call_begins_or_ends[teacher-None]",
+        ),
+    ),
+    Mutant(
+        "gathered-on-some-ranks",
+        "all ranks leave a call with the same parameters gathered: none",
+        "oomkit/_ranks/sharded.py",
+        "        if self._backwards > 0 or self.trouble:",
+        "        if self._backwards > 10**6:",
+        (
+            "ranks/test_steps.py::"
+            "test_parameters_that_are_gathered_when_a_call_begins_or_ends[teacher-None]",
+        ),
+    ),
 ]
