@@ -411,7 +411,8 @@ def watch() -> None:
         _watch(dist, name)
     functional = sys.modules.get("torch.distributed._functional_collectives")
     for name in _FUNCTIONAL:
-        _watch(functional, name)
+        single = name.replace("_tensor", "_single")  # of torch 2.13, where the other calls it
+        _watch(functional, single if hasattr(functional, single) else name)
     _watch_waits()
     parts.watch()
 

@@ -398,6 +398,13 @@ def test_gradients_that_are_sharded_are_clipped_where_one_rank_is_split() -> Non
     assert _of("clipped") == [[True, True, 1], [True, True, 2]]
 
 
+def test_a_parameter_is_not_put_together_in_a_micro_batch() -> None:
+    for said in results_of("shards:full_tensors", 2):
+        assert said.startswith(
+            "rank 1 cannot continue: its step calls torch.distributed.all_gather_"
+        )
+
+
 @pytest.mark.whole
 def test_nothing_is_allocated_between_the_two_parts_of_a_reduction_over_replicas() -> None:
     """So no rank runs out of memory there. One that fails there otherwise ends all: its replica

@@ -193,3 +193,26 @@ def gathered(rank: Rank) -> list[Any]:
             far = max(far, float((run(fault, at, True) - expected).abs().max()))
             fired += 0 if fault is None else fault.fired
     return [far, fired]
+
+
+def full_tensors(rank: Rank) -> str:
+    """What ranks get where one of them is split, whose step puts a parameter together."""
+    prepare(rank)
+    model, x = _sharded("first")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        model.weights[0].full_tensor()
+
+    step(x)
+    fails = inject_oom(nth=3, phase="forward") if rank.rank == 1 else contextlib.nullcontext()
+    try:
+        with fails:
+            step(x)
+    except oomkit.RankError as said:
+        return str(said)
+    return "nothing"
