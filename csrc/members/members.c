@@ -123,8 +123,8 @@ parts_add_tensor(oomkit_state *st, oomkit_participants *parts, PyObject *tensor)
     }
     /* A frozen Parameter takes part too: it must not move while the call is split. */
     leaf = oomkit_tensor_is_leaf(tensor, &facts);
-    if (leaf <= 0 || (!facts.requires_grad &&
-                      !PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter))) {
+    if (leaf <= 0 ||
+        (!facts.requires_grad && !oomkit_tensor_is_parameter(st, tensor))) {
         return leaf < 0 ? -1 : 0;
     }
     first = parts_first_time(parts, tensor);

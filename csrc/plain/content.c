@@ -167,7 +167,7 @@ take_tensor(oomkit_state *st, PyObject *tensor, oomkit_content *content)
         return 0;
     }
     content->version = oomkit_tensor_mark(st, tensor, &facts);
-    content->sample = st->bridge->sample(tensor, st->impl_offset);
+    content->sample = oomkit_tensor_sample(st, tensor);
     if (content->target.copy != NULL) {
         content->copy = Py_NewRef(content->target.copy);
         return 1;
@@ -383,7 +383,7 @@ oomkit_content_moved(oomkit_state *st, const oomkit_content *content, PyObject *
             return -1;
         }
         return oomkit_tensor_mark(st, target, &facts) != content->version ||
-               st->bridge->sample(target, st->impl_offset) != content->sample;
+               oomkit_tensor_sample(st, target) != content->sample;
     default:
         same = sequence_same(content, target);
     }

@@ -28,7 +28,7 @@ tensor_is_light(oomkit_state *st, PyObject *tensor)
     oomkit_tensor_facts facts;
     int leaf = 1;
 
-    if (PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter)) {
+    if (oomkit_tensor_is_parameter(st, tensor)) {
         return 1; /* the model has it */
     }
     if (oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0) {

@@ -74,7 +74,7 @@ oomkit_proof_marks(const oomkit_call *call)
     }
     list = PyList_New(n);
     for (i = 0; list != NULL && i < n; i++) {
-        uint64_t mark = bridge->sample(parts->params[i], call->st->impl_offset) ^
+        uint64_t mark = oomkit_tensor_sample(call->st, parts->params[i]) ^
                         versions[i] * 0x9e3779b97f4a7c15u;
         PyObject *number = PyLong_FromUnsignedLongLong(mark); /* owned, stolen */
         if (number == NULL) {

@@ -197,3 +197,50 @@ oomkit_tensor_calibrate(oomkit_state *st)
     st->bridge->exempt_leave();
     return oomkit_state_passes() < 0 ? -1 : fits;
 }
+
+/* Of exactly these classes there is nothing to ask. */
+static int
+is_usual(const oomkit_state *st, PyObject *tensor)
+{
+    return Py_IS_TYPE(tensor, (PyTypeObject *)st->Tensor) ||
+           PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter);
+}
+
+int
+oomkit_tensor_is_parameter(const oomkit_state *st, PyObject *tensor)
+{
+    OWNED PyObject *says = NULL;
+
+    if (is_usual(st, tensor)) {
+        return !Py_IS_TYPE(tensor, (PyTypeObject *)st->Tensor);
+    }
+    says = PyObject_GetAttrString(tensor, "_is_param");
+    if (says == NULL) {
+        PyErr_Clear(); /* torch takes the same for no */
+    }
+    return says == Py_True;
+}
+
+PyObject *
+oomkit_tensor_local(const oomkit_state *st, PyObject *tensor)
+{
+    PyObject *local = NULL; /* owned, returned */
+
+    if (!is_usual(st, tensor)) {
+        local = PyObject_GetAttrString(tensor, "_local_tensor");
+        if (local == NULL) {
+            PyErr_Clear(); /* it is no DTensor */
+        } else if (!oomkit_tensor_check(st, local)) {
+            Py_CLEAR(local);
+        }
+    }
+    return local != NULL ? local : Py_NewRef(tensor);
+}
+
+uint64_t
+oomkit_tensor_sample(const oomkit_state *st, PyObject *tensor)
+{
+    OWNED PyObject *local = oomkit_tensor_local(st, tensor);
+
+    return st->bridge->sample(local, st->impl_offset);
+}

@@ -60,6 +60,20 @@ oomkit_attribute_facts(PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts
 int
 oomkit_tensor_is_leaf(PyObject *tensor, const oomkit_tensor_facts *facts);
 
+/* Is it a parameter, as torch asks: also one whose class is another, as that of a
+ * DTensor? May run Python code likewise. */
+int
+oomkit_tensor_is_parameter(const oomkit_state *st, PyObject *tensor);
+
+/* The tensor in which a DTensor has its values, or the tensor itself. New reference.
+ * May run Python code likewise. */
+PyObject *
+oomkit_tensor_local(const oomkit_state *st, PyObject *tensor);
+
+/* What 64 of its values are, or 0. May run Python code likewise. */
+uint64_t
+oomkit_tensor_sample(const oomkit_state *st, PyObject *tensor);
+
 /* The version alone: what marks need, at a fraction of the cost. 0 or -1. */
 static inline int
 oomkit_tensor_version(oomkit_state *st, PyObject *tensor, uint32_t *version)

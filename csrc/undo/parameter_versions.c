@@ -62,8 +62,7 @@ oomkit_params_sample(oomkit_call *call)
         }
     }
     for (i = 0; i < n; i++) {
-        call->entry.samples[i] =
-            call->st->bridge->sample(call->parts->params[i], call->st->impl_offset);
+        call->entry.samples[i] = oomkit_tensor_sample(call->st, call->parts->params[i]);
     }
     return 0;
 }
@@ -74,7 +73,7 @@ oomkit_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
 {
     Py_ssize_t i;
     for (i = 0; call->entry.samples != NULL && i < call->parts->param_count; i++) {
-        if (call->st->bridge->sample(call->parts->params[i], call->st->impl_offset) !=
+        if (oomkit_tensor_sample(call->st, call->parts->params[i]) !=
                 call->entry.samples[i] &&
             !oomkit_buffers_have(call, i)) {
             *which = i;

@@ -270,8 +270,7 @@ param_copies_same(const oomkit_call *call, Py_ssize_t i)
     }
     return (call->entry.versions == NULL || version == call->entry.versions[i]) &&
            (call->entry.samples == NULL ||
-            st->bridge->sample(call->parts->params[i], st->impl_offset) ==
-                call->entry.samples[i]);
+            oomkit_tensor_sample(st, call->parts->params[i]) == call->entry.samples[i]);
 }
 
 int
@@ -331,8 +330,10 @@ param_copies_copy_back(const oomkit_call *call, Py_ssize_t i,
     PyObject *copy = call->entry.copies->items[i].copy; /* borrowed */
 
     if (facts->device_type == 0 && facts->is_strided) {
-        OWNED PyObject *equal =
-            PyObject_CallMethod(copy, "equal", "O", call->parts->params[i]);
+        /* This rank's own values: those of all are compared by a collective. */
+        OWNED PyObject *kept = oomkit_tensor_local(call->st, copy);
+        OWNED PyObject *now = oomkit_tensor_local(call->st, call->parts->params[i]);
+        OWNED PyObject *equal = PyObject_CallMethod(kept, "equal", "O", now);
         if (equal == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
             return -1;
         }

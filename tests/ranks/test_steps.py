@@ -133,6 +133,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
         f"gathered, {kind} {verify}": ("shards:gathered", {"kind": kind, "verify": verify})
         for kind, verify in GATHERED
     },
+    "averaged": ("shards:averaged", {}),
     "overflown": ("scaled:overflown", {}),
     "compiled": ("scaled:compiled", {}),
     "reported": ("reports:reported", {}),
@@ -676,6 +677,15 @@ def test_ranks_leave_without_shared_memory_and_on_several_machines(way: str, nam
     every = results_once("common:together", 2, 300.0, programs=programs, **APART[way])
     for rank, found in enumerate(every):
         _left_as_with_torch(JOINED[name], rank, found[name])
+
+
+def test_sharded_parameters_that_the_step_changes_itself_are_seen_and_go_back() -> None:
+    first, second = _of("averaged")
+    for verify in (None, False):
+        assert first[f"guarded {verify}"] < 1e-12 and second[f"guarded {verify}"] < 1e-12
+        for kind in ("average", "foreach", "local"):
+            assert "was changed in micro-batch 1 of 2" in second[f"{kind} {verify}"]
+            assert "RankError: rank 1 cannot continue" in first[f"{kind} {verify}"]
 
 
 def test_a_compiled_model_is_split_and_nothing_is_said_of_what_cannot_be_compiled() -> None:

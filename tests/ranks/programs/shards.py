@@ -15,7 +15,7 @@ import oomkit
 from oomkit.testing import inject_oom
 
 from ..launch import Rank
-from .common import prepare
+from .common import prepare, raised
 from .ddp import whole
 
 PARAMETERS = 90
@@ -216,3 +216,49 @@ def full_tensors(rank: Rank) -> str:
     except oomkit.RankError as said:
         return str(said)
     return "nothing"
+
+
+def averaged(rank: Rank) -> dict[str, Any]:
+    """Sharded parameters that a step changes by its own means while it is split on rank 1: what is
+    raised, or how far values are from those of the step without oomkit."""
+    prepare(rank)
+    rows = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(rank.rank))
+
+    def run(kind: str, decorated: bool) -> torch.Tensor:
+        torch.manual_seed(3)
+        model, average = _shifted(), _shifted()
+        average.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                if kind == "average":
+                    for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                        mean.lerp_(p, 0.1)
+                elif kind == "foreach":
+                    torch._foreach_mul_(list(model.parameters()), 0.9)
+                elif kind == "local":
+                    for p in model.parameters():
+                        p.to_local().mul_(0.9)
+                elif not decorated or oomkit.current().is_last:  # type: ignore[union-attr]
+                    for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                        mean.lerp_(p, 0.1)
+
+        trains = oomkit.auto_batch(step, verify=verify) if decorated else step
+        for index, x in enumerate(rows):
+            fails = decorated and index == 1 and rank.rank == 1
+            with inject_oom(nth=3) if fails else contextlib.nullcontext():
+                trains(x)
+        params = [whole(p) for m in (model, average) for p in m.parameters()]
+        return torch.cat([p.flatten() for p in params])
+
+    found: dict[str, Any] = {}
+    for verify in (None, False):
+        for kind in ("average", "foreach", "local"):
+            found[f"{kind} {verify}"] = raised(lambda kind=kind: run(kind, True))  # type: ignore[misc]
+        far = run("guarded", True) - run("guarded", False)
+        found[f"guarded {verify}"] = float(far.abs().max())
+    return found
