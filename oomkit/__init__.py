@@ -183,7 +183,6 @@ _fits = _C._bind(
         "recall_sizes": sizes._recall,
         "note_sizes": _store.note,
         "ranks_enter": _agreement.enter,
-        "own_rank": _world.own_rank,
         "ranks_watch": _world.watch,
         "ranks_reduce": _parts.reduce,
     },

@@ -90,9 +90,13 @@ class Site:
 def record_dict(record: Any) -> dict[str, Any]:
     """record_dict(record) -> dict
 
-    The fields of a StepRecord (or StepSummary) by name.
+    The fields of a StepRecord (or StepSummary) by name; of a record of one of several
+    processes its rank, too.
     """
-    return {name: getattr(record, name) for name in type(record).__match_args__}
+    fields = {name: getattr(record, name) for name in type(record).__match_args__}
+    if isinstance(record, _C.StepRecord) and (rank := ranks.own_rank()) is not None:
+        fields["rank"] = rank
+    return fields
 
 
 def _is_change(before: Row | None, row: Row) -> bool:

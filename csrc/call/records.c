@@ -14,7 +14,7 @@ oomkit_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-enum { RECORD_FIELDS = 21, REPORT_FIELDS = 9 };
+enum { RECORD_FIELDS = 20, REPORT_FIELDS = 9 };
 
 static PyStructSequence_Field record_fields[] = {
     {"step", "number of the call at its site, from 1"},
@@ -37,7 +37,6 @@ static PyStructSequence_Field record_fields[] = {
     {"reason", "why the plan was what it was"},
     {"outcome", "'finished', 'gave up', 'error' or 'committed'"},
     {"phases", "dict of phase to its figures, None without auto_batch(phases=True)"},
-    {"rank", "of this process in the default process group, None without one"},
     {NULL, NULL},
 };
 
@@ -216,14 +215,6 @@ phases_or_none(const oomkit_phases *phases)
     return STEAL(dict);
 }
 
-/* Where the interpreter ends nobody is there to ask. */
-static PyObject *
-rank_or_none(oomkit_state *st)
-{
-    return st->own_rank == NULL ? Py_NewRef(Py_None)
-                                : PyObject_CallNoArgs(st->own_rank);
-}
-
 PyObject *
 oomkit_record_new(oomkit_state *st, const oomkit_record *record,
                   const oomkit_phases *phases, PyObject *label)
@@ -251,7 +242,6 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record,
             oomkit_plan_reason_name((oomkit_plan_reason)record->reason)),
         PyUnicode_FromString(outcome_name(record->outcome)),
         phases_or_none(phases),
-        rank_or_none(st),
     };
 
     _Static_assert(sizeof(values) / sizeof(values[0]) == RECORD_FIELDS, "all fields");

@@ -364,7 +364,6 @@
     X(recall_sizes) /* oomkit.sizes: what earlier runs have noted */                   \
     X(note_sizes)   /* oomkit.sizes: takes a note for later runs */                    \
     X(ranks_enter)  /* oomkit._ranks: a call in a process group begins */              \
-    X(own_rank)     /* oomkit._ranks: this process's in the default group, or None */  \
     X(ranks_watch)  /* oomkit._ranks: collectives inside parts are to be told */       \
     X(ranks_reduce) /* oomkit._ranks: a backward in a part reduces gradients */
 

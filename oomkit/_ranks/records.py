@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,15 @@ EVENT_HEAD = (
     "time",
     "outcome",
 )
+
+
+def own_rank() -> int | None:
+    """This process's rank in the default group; None without one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    rank: int = distributed.get_rank()
+    return rank
 
 
 def gathered(sites: Sequence[tuple[str, Row, Sequence[Row]]], group: Any) -> dict[int, Any] | None:

@@ -397,14 +397,6 @@ def _look(name: str, where: int) -> None:
         parts.function(name)
 
 
-def own_rank() -> int | None:
-    """This process's in the default group, or in the last one whose ranks have met, where that is
-    gone: records are read at the end of a program, too. None without one."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return None if _present is None else _present.rank
-
-
 def watch() -> None:
     """Have collectives tell of their calls."""
     for name in _COLLECTIVES:

@@ -37,7 +37,6 @@ VALUES = {
     "reason": "oom",
     "outcome": "finished",
     "phases": None,
-    "rank": None,
 }
 
 

@@ -38,27 +38,3 @@ def reported(rank: Rank) -> list[Any]:
     told = oomkit.report(step, group=group)
     every = json.loads(oomkit.report(step, "json", group=group))
     return [told, every["sites"][0]["records"][0]["rank"], len(every.get("ranks", []))]
-
-
-def named(rank: Rank) -> list[Any]:
-    """The rank that a record has before there is a group, in a group and after it, and what a sink
-    is told of a step in the group, which ranks agree on, and of a guard, which they do not."""
-    guard = oomkit.guard(label="beside")
-    with guard:
-        pass
-    found: list[Any] = [guard.records[0].rank]
-    model, optimizer, x, y = prepare(rank)
-    told: list[oomkit.StepRecord] = []
-
-    @oomkit.auto_batch(verify=False, label="train", sinks=[told.append])
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    found.append(guard.records[0].rank)
-    step(x, y)
-    found += [told[0].rank, step.records[0].rank]
-    dist.barrier()
-    dist.destroy_process_group()
-    return [*found, step.records[0].rank, json.loads(oomkit.report(step, "json"))]
