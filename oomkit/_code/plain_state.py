@@ -116,7 +116,11 @@ class Places:
     # --- functions ---
 
     def visit(
-        self, function: types.FunctionType, given: dict[str, Spot], layer: bool = False
+        self,
+        function: types.FunctionType,
+        given: dict[str, Spot],
+        layer: bool = False,
+        caller: Frame | None = None,
     ) -> None:
         if _is_foreign_code(function):
             return
@@ -124,7 +128,7 @@ class Places:
         known = (id(function.__code__), 0 if first is None else id(first.value))
         if known not in self.seen and len(self.seen) < _VISITS:
             self.seen.add(known)
-            (self.layers if layer else self.queue).append(Frame(function, given))
+            (self.layers if layer else self.queue).append(Frame(function, given, caller))
 
     def run(self) -> None:
         while self.queue or self.layers:  # of a large model the layers must not crowd out
@@ -140,6 +144,7 @@ class Places:
         return len(self.table), len(self.streams), len(self.queue), len(self.layers)
 
     def read(self, frame: Frame, found: Uses) -> None:
+        frame.fills = found.fills_locals
         for use in found.uses:
             if use.kind == STORE:
                 self.store(frame, use.place or ())
@@ -149,7 +154,7 @@ class Places:
                 for spot in frame.resolve(use.place or ()):
                     self.fill(spot)
         for steps in found.loads:
-            if found.fills_locals:
+            if frame.may_be_filled():
                 for spot in frame.resolve(steps):
                     self.fill_tensors(spot)
             if len(steps) > 1 and steps[-1][0] == "[":
@@ -301,7 +306,7 @@ class Places:
         elif not isinstance(value, OWN_RULES):
             function = _method(value, name)
             if function is not None:
-                self.visit(function, self.bound(frame, function, use, owner))
+                self.visit(function, self.bound(frame, function, use, owner), caller=frame)
 
     def called(self, frame: Frame, value: Any, use: Use, spot: Spot | None) -> None:
         value = _undecorated(value)
@@ -309,7 +314,7 @@ class Places:
             if _is_foreign_code(value):
                 self.foreign(frame, value.__name__, use)
             else:
-                self.visit(value, self.bound(frame, value, use, None))
+                self.visit(value, self.bound(frame, value, use, None), caller=frame)
         elif isinstance(value, types.MethodType):
             owner = whole(value.__self__)
             self.method(frame, owner, value.__name__, use)
@@ -327,6 +332,7 @@ class Places:
     def foreign(self, frame: Frame, name: str, use: Use) -> None:
         """torch.nn.init.zeros_(x), torch._foreach_mul_(list, 2), random.shuffle(list)"""
         if writes(name):
+            frame.fills = frame.fills or None in use.arguments
             self.escape(frame, use.arguments)
         elif name in _FILLS:
             self.escape(frame, use.arguments[:1])

@@ -107,8 +107,20 @@ def is_metric(value: object) -> bool:
 class Frame:
     """A function that runs in the step, and what its names lead to."""
 
-    def __init__(self, function: types.FunctionType, given: dict[str, Spot]) -> None:
+    def __init__(
+        self, function: types.FunctionType, given: dict[str, Spot], caller: Frame | None = None
+    ) -> None:
         self.function, self.given = function, given
+        self.fills = False
+        """It writes to something in place that is no name."""
+        self._caller = caller
+
+    def may_be_filled(self) -> bool:
+        """May what it loads be written to, here or by a caller that it is returned to?"""
+        at: Frame | None = self
+        while at is not None and not at.fills:
+            at = at._caller
+        return at is not None
 
     def root(self, name: str) -> Spot | None:
         """What a name means in the function; its value may be EMPTY."""

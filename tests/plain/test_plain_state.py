@@ -254,3 +254,48 @@ def test_a_failed_attempt_counts_nothing(name: str, where: str) -> None:
         function(expected, _x(rows))
     assert _plain(thing) == _plain(expected)
     assert first is None or thing[0] is first or name == "list_item_stored"
+
+
+@pytest.mark.parametrize("how", ["each", "foreach", "method"])
+def test_tensors_that_a_function_gives_out_go_back_after_a_proof(how: str) -> None:
+    """An average that the step moves in its last micro-batch, and in what is compared."""
+
+    class Average:
+        def __init__(self, params: list[torch.Tensor]) -> None:
+            self.means = [p.detach().clone() for p in params]
+
+        def of_all(self) -> list[torch.Tensor]:
+            return self.means
+
+    def run(decorated: bool) -> list[torch.Tensor]:
+        model, optimizer = _model()
+        average = Average(list(model.parameters()))
+        gives = average.of_all if how == "method" else lambda: means  # noqa: E731
+        means = average.means
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if not decorated or oomkit.current().is_last:  # type: ignore[union-attr]
+                with torch.no_grad():
+                    move(gives, list(model.parameters()))
+
+        trains = oomkit.auto_batch(step) if decorated else step
+        for index in range(3):
+            if decorated and index == 1:
+                _fail(trains, _x())
+            else:
+                trains(_x())
+        return average.means
+
+    def each(gives: Callable[[], list[torch.Tensor]], params: list[torch.Tensor]) -> None:
+        for mean, p in zip(gives(), params, strict=True):
+            mean.lerp_(p, 0.1)
+
+    def together(gives: Callable[[], list[torch.Tensor]], params: list[torch.Tensor]) -> None:
+        torch._foreach_lerp_(list(gives()), params, 0.1)
+
+    move = together if how == "foreach" else each
+    for ours, plain in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-4)
