@@ -206,6 +206,20 @@ is_usual(const oomkit_state *st, PyObject *tensor)
            PyObject_TypeCheck(tensor, (PyTypeObject *)st->Parameter);
 }
 
+/* An attribute that not all have. New reference, or NULL without an exception. */
+static PyObject *
+attribute_if_any(PyObject *tensor, const char *name)
+{
+    PyObject *found = PyObject_GetAttrString(tensor, name);
+
+    if (found == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear(); /* torch takes the same for no */
+    } else if (found == NULL) {
+        PyErr_WriteUnraisable(tensor); /* who asks has no way to fail */
+    }
+    return found;
+}
+
 int
 oomkit_tensor_is_parameter(const oomkit_state *st, PyObject *tensor)
 {
@@ -214,10 +228,7 @@ oomkit_tensor_is_parameter(const oomkit_state *st, PyObject *tensor)
     if (is_usual(st, tensor)) {
         return !Py_IS_TYPE(tensor, (PyTypeObject *)st->Tensor);
     }
-    says = PyObject_GetAttrString(tensor, "_is_param");
-    if (says == NULL) {
-        PyErr_Clear(); /* torch takes the same for no */
-    }
+    says = attribute_if_any(tensor, "_is_param");
     return says == Py_True;
 }
 
@@ -227,10 +238,8 @@ oomkit_tensor_local(const oomkit_state *st, PyObject *tensor)
     PyObject *local = NULL; /* owned, returned */
 
     if (!is_usual(st, tensor)) {
-        local = PyObject_GetAttrString(tensor, "_local_tensor");
-        if (local == NULL) {
-            PyErr_Clear(); /* it is no DTensor */
-        } else if (!oomkit_tensor_check(st, local)) {
+        local = attribute_if_any(tensor, "_local_tensor");
+        if (local != NULL && !oomkit_tensor_check(st, local)) {
             Py_CLEAR(local);
         }
     }
