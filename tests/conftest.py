@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 
 # Before torch loads OpenMP: waiting threads that spin make a busy machine crawl.
@@ -102,7 +103,9 @@ def _as_if_nothing_was_compiled() -> Iterator[None]:
     yield
     frames, utils = (sys.modules.get(f"torch._dynamo.{name}") for name in ("eval_frame", "utils"))
     if frames is not None and utils is not None and (frames.cached_backends or utils.counters):
-        torch._dynamo.reset()
+        with warnings.catch_warnings():  # torch 2.11 imports what warns of torch.jit
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch._dynamo.reset()
         frames.cached_backends.clear()
         utils.counters.clear()
 

@@ -28,7 +28,8 @@ oomkit_proof_judge(oomkit_proof *p)
     }
     p->quieted = p->judge == NULL ? NULL : PyObject_GetAttrString(p->judge, "quieted");
     p->draws = p->quieted == NULL ? NULL : PyObject_GetAttrString(p->judge, "draws");
-    return p->draws == NULL ? -1 : 0;
+    p->around = p->draws == NULL ? NULL : PyObject_GetAttrString(p->judge, "around");
+    return p->around == NULL ? -1 : 0;
 }
 
 int

@@ -743,6 +743,7 @@ prove(oomkit_call *call)
     Py_CLEAR(p.rule);
     Py_CLEAR(p.rules);
     Py_CLEAR(p.draws);
+    Py_CLEAR(p.around);
     Py_CLEAR(p.judge);
     oomkit_phase_set(call->st, phase);
     if (exception != NULL) {

@@ -33,6 +33,7 @@ typedef struct oomkit_proof {
     PyObject *quieted;        /* owned: its list of what oomkit_proof_loud() puts
                                  back */
     PyObject *draws;          /* owned: its _proof.Draws */
+    PyObject *around;         /* owned: its _proof.Around */
     PyObject *rule;           /* owned: weights on trial, or NULL */
     PyObject *rules;          /* owned: that a weak comparison lacked, or NULL */
     oomkit_proof_level level; /* of what is shown in the end */
@@ -315,13 +316,14 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
 int
 oomkit_proof_drew(oomkit_proof *p);
 
-/* Before the slices of a run, where parts get the numbers of the whole. 0 or -1. */
+/* Before the slices of a run: matrix products in full precision, and parts get the
+ * numbers of the whole. 0 or -1. */
 int
-oomkit_proof_draws_enter(oomkit_proof *p);
+oomkit_proof_run_enter(oomkit_proof *p);
 
 /* After them. An exception in flight stays. 0 or -1. */
 int
-oomkit_proof_draws_leave(oomkit_proof *p);
+oomkit_proof_run_leave(oomkit_proof *p);
 
 /* Puts everything back after a run. Keeps the exception in flight. 0, or -1 with one.
  */

@@ -270,7 +270,7 @@ run_leaves_device(const oomkit_proof *p, int64_t count)
     return p->on_host == OOMKIT_ALL_ON_HOST || (p->on_host && count == 1);
 }
 
-/* Where the graph of a whole run is kept from now on: judge.method(). An exception in
+/* Where the graph of a whole run is kept from now on: around.method(). An exception in
  * flight stays. 0 or -1. */
 static int
 run_on_host(oomkit_proof *p, int64_t count, const char *method)
@@ -278,7 +278,7 @@ run_on_host(oomkit_proof *p, int64_t count, const char *method)
     if (!run_leaves_device(p, count) || p->call->device.type == OOMKIT_DEVICE_CPU) {
         return 0; /* of the CPU: run_is_uncounted() */
     }
-    return run_ask(p, p->judge, method);
+    return run_ask(p, p->around, method);
 }
 
 /* Is the graph of a whole run kept beside what a budget of the CPU counts? Nothing is
@@ -298,8 +298,8 @@ run_is_uncounted(const oomkit_proof *p, int64_t count)
     return budget != OOMKIT_UNKNOWN && spare != OOMKIT_UNKNOWN && budget <= spare / 2;
 }
 
-int
-oomkit_proof_draws_enter(oomkit_proof *p)
+static int
+draws_enter(oomkit_proof *p)
 {
     OWNED PyObject *streams = NULL, *done = NULL;
 
@@ -315,9 +315,22 @@ oomkit_proof_draws_enter(oomkit_proof *p)
 }
 
 int
-oomkit_proof_draws_leave(oomkit_proof *p)
+oomkit_proof_run_enter(oomkit_proof *p)
 {
-    return p->numbers == OOMKIT_NUMBERS_SAME ? run_ask(p, p->draws, "leave") : 0;
+    if (run_ask(p, p->around, "enter") < 0 || draws_enter(p) < 0) {
+        (void)run_ask(p, p->around, "leave"); /* the first error is raised */
+        return -1;
+    }
+    return 0;
+}
+
+int
+oomkit_proof_run_leave(oomkit_proof *p)
+{
+    const int result =
+        p->numbers == OOMKIT_NUMBERS_SAME ? run_ask(p, p->draws, "leave") : 0;
+
+    return run_ask(p, p->around, "leave") < 0 ? -1 : result;
 }
 
 /* 0 or -1. */
@@ -398,9 +411,9 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (status == 0) {
         status = run_on_host(p, count, "on_host");
     }
-    if (status == 0 && (status = oomkit_proof_draws_enter(p)) == 0) {
+    if (status == 0 && (status = oomkit_proof_run_enter(p)) == 0) {
         status = slices_run(p, count);
-        if (oomkit_proof_draws_leave(p) < 0 || run_on_host(p, count, "on_device") < 0) {
+        if (oomkit_proof_run_leave(p) < 0 || run_on_host(p, count, "on_device") < 0) {
             status = -1;
         }
         if (p->dealt != NULL && run_ask(p, p->dealt, "leave") < 0) {

@@ -94,10 +94,10 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
     call->is_last = 0;
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
-        result = oomkit_proof_draws_enter(p);
+        result = oomkit_proof_run_enter(p);
         if (result == 0) {
             result = verify_call(p, slice->start, slice->length, part);
-            result = oomkit_proof_draws_leave(p) < 0 ? -1 : result;
+            result = oomkit_proof_run_leave(p) < 0 ? -1 : result;
         }
         result = oomkit_grad_mode_back(call->st, mode, result);
     } else {

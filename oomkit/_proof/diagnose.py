@@ -38,28 +38,40 @@ def uneven_labels(leaf: torch.Tensor, dim: int, lengths: list[int]) -> bool:
     )
 
 
-def _changes_precision(loss: torch.Tensor) -> bool:
-    """Whether a tensor was cast on the way to the loss, as autocast does."""
+def _precision(loss: torch.Tensor) -> str:
+    """Of what the loss is made: "half" where a tensor was cast on the way to it, as autocast does,
+    "own" where code was that torch does not have (compiled, Triton's, another library's)."""
     work: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
+    found = ""
     while work and len(seen) < _NODES:
         node = work.pop()
         if node is None or node in seen:
             continue
         if node.name() == "ToCopyBackward0":
-            return True
+            return "half"
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in node.name():
+            found = "own"
         seen.add(node)
         work.extend(following for following, _ in node.next_functions)
-    return False
+    return found
 
 
-def tolerance(loss: torch.Tensor) -> float:
-    """The relative difference that rounding explains in a loss and in parts of it."""
+def tolerance(loss: torch.Tensor, is_full: bool = False) -> float:
+    """The relative difference that rounding explains in a loss and in parts of it.
+
+    Args:
+        loss: or a parameter.
+        is_full: no kernel of torch's computes single precision with fewer bits (`Precision`).
+    """
     if loss.dtype == torch.float64:
         return _DOUBLE
-    if loss.dtype != torch.float32 or _changes_precision(loss):
+    kind = _precision(loss)
+    if loss.dtype != torch.float32 or kind == "half":
         return _HALF
-    return _SINGLE if loss.device.type == "cpu" else _ACCELERATOR
+    if loss.device.type == "cpu" or (loss.device.type == "cuda" and is_full and kind != "own"):
+        return _SINGLE
+    return _ACCELERATOR
 
 
 def replay_differs(

@@ -17,6 +17,7 @@ import torch
 
 from .. import _C
 from . import values
+from .around import Around
 from .bounds import bounds, ignored_labels, of_the_batch, order_rows
 from .dealt import Dealt
 from .diagnose import Verification, advice, tolerance
@@ -26,7 +27,7 @@ from .numbers import Numbers
 from .quiet import Quiet
 from .residual import Products, left
 from .runs import Run, Update
-from .slope import COARSE, of_parts, slope
+from .slope import COARSE, slope
 from .weights import (
     TOLD,
     Cut,
@@ -107,14 +108,15 @@ class Proof:
         self._is_hidden = False
         self._orders = 0  # order_rows(): rows are put in order
         self.draws = Draws()
+        self.around = Around()
         self._runs: dict[str, Run] = {}
         self._now = ""
         self._base = "whole"  # the run that others are compared with
         self._cut: Cut = []
-        self._host = torch.autograd.graph.save_on_cpu()
         self._limit = self._loss_limit = 0.0
         # A loss in double precision may be one of a model in single precision.
-        self._rounding = max((tolerance(p) for p in params if p.is_floating_point()), default=0.0)
+        real = (p for p in params if p.is_floating_point())
+        self._coarsest = max(real, key=tolerance, default=None)
         self._raw = False
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
@@ -191,14 +193,6 @@ class Proof:
         """The end of that."""
         self._hushed.__exit__(None, None, None)
 
-    def on_host(self) -> None:
-        """What a graph keeps goes to host memory from now on."""
-        self._host.__enter__()
-
-    def on_device(self) -> None:
-        """The end of that."""
-        self._host.__exit__()
-
     # --- what it sees inside one ---
 
     def root(self, roots: Any) -> None:
@@ -231,7 +225,8 @@ class Proof:
         }
 
     def _judge_precision(self, tensor: torch.Tensor) -> None:
-        rounding = max(tolerance(tensor), self._rounding)
+        both = (t for t in (tensor, self._coarsest) if t is not None)
+        rounding = max(tolerance(t, self.around.is_full) for t in both)
         self._loss_limit = max(self._loss_limit, rounding)
         self._limit = max(self._limit, _GRADIENT[rounding])
 
@@ -247,7 +242,8 @@ class Proof:
         whole = self._runs["whole"]
         if self._now == "parts" and len(self._cut) == 2 and run.sweeps == whole.sweeps:
             both = (run.first.keys() & whole.raw.keys() & run.raw.keys()) - self._entry.keys()
-            terms = [(whole.raw[i], run.raw[i], run.first[i]) for i in sorted(both)]
+            at = [p.device for p in self._params]
+            terms = [(whole.raw[i], run.raw[i], run.first[i], at[i]) for i in sorted(both)]
             size, text = slope(terms, run.weights)
             self._fail(size, text)
 
@@ -745,19 +741,19 @@ class Proof:
             cut: start and length of the two parts.
         """
         whole, one, two = (self._runs[run].raw for run in ("raw", "one", "two"))
+        at = [p.device for p in self._params]
         inner = Products()
         for i in {*whole, *one, *two}:
-            inner.add(*(run.get(i) for run in (whole, one, two)))
+            inner.add(*(run.get(i) for run in (whole, one, two)), device=at[i])
+        terms = [(whole[i], one[i], two[i], at[i]) for i in whole if i in one and i in two]
         found = []
         for weigher in candidates(leaves, self.modules(), facts(self.tried)):
             weights = weigher.shares(cut)
             if (
                 weights is not None
                 and inner.residual(*weights) <= max(self._limit, _SQUARED)
-                and left(whole, one, two, *weights) <= self._limit
-                and not (
-                    self._limit >= COARSE and slope(of_parts(whole, one, two, weights), weights)[0]
-                )
+                and left(whole, one, two, weights, at) <= self._limit
+                and not (self._limit >= COARSE and slope(terms, weights, apart=True)[0])
             ):
                 found.append(weigher)
         return found

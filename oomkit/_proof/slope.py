@@ -16,33 +16,36 @@ import torch
 
 from . import values
 
-__all__ = ["COARSE", "of_parts", "slope"]
+__all__ = ["COARSE", "slope"]
 
 COARSE = 5e-3  # limits of gradients from which on this is asked: half precision, TF32
 _LIMIT = 3e-3  # how much more or less a part may weigh
 _APART = 0.3  # of the gradient: parts that differ by less differ by rounding, too
 _SURE = 5.0  # standard deviations of rounding that is independent in each element
-_CHUNK = 1 << 18
 
-Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.device]
 
 
-def slope(terms: Iterable[Terms], weights: Sequence[float]) -> tuple[float, str]:
+def slope(
+    terms: Iterable[Terms], weights: Sequence[float], *, apart: bool = False
+) -> tuple[float, str]:
     """How far off the first part's weight is, and what to say of it; 0.0 where it is not, or where
     that cannot be told.
 
     Args:
-        terms: for each parameter the gradient of the whole, that of the parts, and what the
-            first of them has given to that.
+        terms: for each parameter the gradient of the whole, that of the parts, what the first of
+            them has given to that, and the device to reckon on.
         weights: what the parts weigh, the first one at least.
+        apart: terms are the gradients of the whole, of the first part and of the second, which
+            have no weights yet.
     """
     first = weights[0]
     if not 0.0 < first < math.inf or first == 1.0 == sum(weights):
         return 0.0, ""
     found = _Sums(first, 1.0 if first >= 1.0 else 1.0 - first)
     for each in terms:
-        if all(t.layout == torch.strided for t in each):
-            found.add(each)
+        if all(t.layout == torch.strided for t in each[:3]):
+            found.add(each, weights if apart else ())
     product, between, squares = found.orthogonal()
     if not between > _APART**2 * found.size or not math.isfinite(product):
         return 0.0, ""
@@ -50,18 +53,6 @@ def slope(terms: Iterable[Terms], weights: Sequence[float]) -> tuple[float, str]
     if abs(product) <= _SURE * math.sqrt(squares) or abs(more) <= _LIMIT:
         return 0.0, ""
     return abs(more), f"the first part weighs {first + more:.4g} of the whole, not {first:.4g}"
-
-
-def of_parts(
-    whole: dict[int, torch.Tensor],
-    one: dict[int, torch.Tensor],
-    two: dict[int, torch.Tensor],
-    weights: Sequence[float],
-) -> list[Terms]:
-    """The terms of `slope` for gradients that have no weights yet, by parameter."""
-    a, b = weights
-    both = [i for i in whole if i in one and i in two]
-    return [(whole[i], one[i] * a + two[i] * b, one[i] * a) for i in both]
 
 
 class _Sums:
@@ -72,14 +63,20 @@ class _Sums:
         self._first, self._second = first, second
         self._sums = torch.zeros(7, dtype=torch.float64)
 
-    def add(self, terms: Terms) -> None:
-        flat = [values.dense(t.detach()).reshape(-1).cpu() for t in terms]
-        for at in range(0, flat[0].numel(), _CHUNK):
-            whole, g, one = (t[at : at + _CHUNK].float() for t in flat)
+    def add(self, terms: Terms, weights: Sequence[float]) -> None:
+        *gradients, device = terms
+        found = []
+        for piece in values.pieces(*(values.dense(t.detach()) for t in gradients), device=device):
+            whole, g, one = (t.float() for t in piece)
+            if weights:
+                one, two = g * weights[0], one * weights[1]
+                g = one + two
             left, d = whole - g, one / self._first - (g - one) / self._second
             by_d, by_g = left * d, left * g
-            for i, t in enumerate((by_d, by_g, d * d, d * g, g * g, by_d**2, by_g**2)):
-                self._sums[i] += t.sum(dtype=torch.float64)
+            products = (by_d, by_g, d * d, d * g, g * g, by_d**2, by_g**2)
+            found.append(torch.stack([t.sum(dtype=torch.float64) for t in products]))
+        if found:
+            self._sums += torch.stack(found).sum(0).cpu()
 
     @property
     def size(self) -> float:

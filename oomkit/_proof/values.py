@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "norm",
     "number",
     "own",
+    "pieces",
     "shapes",
     "shown",
     "sizes",
@@ -30,6 +32,7 @@ __all__ = [
 
 _SAMPLE = 64  # values of a parameter that tell that it has moved
 _CHUNK = 1 << 16  # elements that a cache holds
+_PIECE = 1 << 20  # of an accelerator, whose memory may be full: 4 MiB in single precision
 _RECKONED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIDE = (torch.float32, torch.float64)
 _TINY = 1e-30  # smaller squares may have been lost in single precision
@@ -62,6 +65,24 @@ def dense(value: torch.Tensor) -> torch.Tensor:
     return value if value.dtype in _RECKONED else value.to(torch.float64)
 
 
+def pieces(
+    *tensors: torch.Tensor, device: torch.device | None = None
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one size, side by side and piece by piece.
+
+    Args:
+        tensors: as `dense` leaves them.
+        device: where the pieces are to be; None for that of the first tensor that is on an
+            accelerator. A host needs minutes for what an accelerator adds up in a second.
+    """
+    flat = [t.reshape(-1) for t in tensors]
+    if device is None:
+        device = next((t.device for t in flat if t.device.type != "cpu"), flat[0].device)
+    size = _CHUNK if device.type == "cpu" else _PIECE
+    for begin in range(0, flat[0].numel(), size):
+        yield tuple(t[begin : begin + size].to(device) for t in flat)
+
+
 def without(value: torch.Tensor, entry: torch.Tensor | None) -> torch.Tensor:
     """A host copy of what a step has added to a gradient."""
     if entry is None or entry.shape != value.shape:
@@ -73,7 +94,7 @@ def added(value: torch.Tensor, entry: torch.Tensor | None) -> float:
     """The norm of what a step has added to a gradient."""
     if entry is None:
         return norm(value)
-    size = apart(value, entry.to(value.device))
+    size = apart(value, entry)
     return size if math.isfinite(size) else norm(value)
 
 
@@ -84,29 +105,34 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> float:
     one, two = dense(one.detach()), dense(two.detach())
     if one.shape != two.shape:
         return math.inf
-    two = two.to(one.device)
-    size = float(torch.linalg.vector_norm(one - two, dtype=torch.float64))
+    size = _root(a - b for a, b in _whole_or_pieces(one, two))
     if size == size:
         return size
-    gap = torch.where(one.isnan() & two.isnan() | (one == two), 0.0, one - two)
-    size = float(torch.linalg.vector_norm(gap, dtype=torch.float64))
+    size = _root(
+        torch.where(a.isnan() & b.isnan() | (a == b), 0.0, a - b)
+        for a, b in _whole_or_pieces(one, two)
+    )
     return size if size == size else math.inf
+
+
+def _whole_or_pieces(one: torch.Tensor, two: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    return [(one, two)] if one.device.type == two.device.type == "cpu" else pieces(one, two)
+
+
+def _root(parts: Iterable[torch.Tensor]) -> float:
+    """The norm of what all parts are together."""
+    squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 def sizes(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float, float]:
     """The norms of both, and of their difference; each is read once."""
     flat = [dense(each.detach()) for each in (one, two)]
-    plain = all(
-        each.is_contiguous() and each.device.type == "cpu" and each.dtype in _WIDE for each in flat
-    )
+    plain = all(each.is_contiguous() and each.dtype in _WIDE for each in flat)
     if not plain or flat[0].shape != flat[1].shape or flat[0].dtype != flat[1].dtype:
         return norm(one), norm(two), apart(one, two)
-    first, second = (each.reshape(-1) for each in flat)
-    squares = [0.0, 0.0, 0.0]
-    for begin in range(0, first.numel(), _CHUNK):
-        a, b = first[begin : begin + _CHUNK], second[begin : begin + _CHUNK]
-        for k, part in enumerate((a, b, a - b)):
-            squares[k] += float(torch.dot(part, part))
+    found = [torch.stack([torch.dot(x, x) for x in (a, b, a - b)]) for a, b in pieces(*flat)]
+    squares = torch.stack(found).double().sum(0).tolist() if found else [0.0, 0.0, 0.0]
     if not math.isfinite(sum(squares)) or min(squares[:2]) < _TINY:
         return norm(one), norm(two), apart(one, two)
     return math.sqrt(squares[0]), math.sqrt(squares[1]), math.sqrt(squares[2])

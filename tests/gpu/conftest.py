@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpu import DRY, settle
+from gpu import DRY, UNIT, held, settle
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -18,6 +18,9 @@ def _a_quiet_device() -> Iterator[None]:
     assert DRY or torch.cuda.is_available(), "no CUDA device, and OOMKIT_REQUIRE_CUDA=1"
     torch.use_deterministic_algorithms(True)
     settle()
+    before = held()
     yield
     torch.use_deterministic_algorithms(False)
     settle()
+    left = held() - before
+    assert left < 8 * UNIT, f"{left} bytes are left"  # libraries take some, once

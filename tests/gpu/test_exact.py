@@ -208,6 +208,35 @@ def test_without_deterministic_algorithms_it_is_rounding() -> None:
     assert farthest(expected, got) < 1e-4
 
 
+@on_a_device
+@pytest.mark.parametrize("tf32", [False, True], ids=["single", "tf32"])
+def test_a_loss_that_couples_rows_weakly_is_refused(tf32: bool) -> None:
+    """By a thousandth of the gradient, which TF32 would hide: the proof is made without it."""
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv1d(64, 256, 3), nn.GELU(), nn.Flatten(), nn.Linear(3584, 10))
+    model = model.to(DEVICE)
+    x, y = torch.randn(64, 64, 16, device=DEVICE), torch.randint(0, 10, (64,), device=DEVICE)
+    coupled = 0.0
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        found = model(x)
+        mean = found.softmax(-1).mean(0)
+        loss = F.cross_entropy(found, y)
+        (loss + coupled * (mean * mean.log()).sum() if coupled else loss).backward()
+
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        oomkit.auto_batch(step, model=model, accumulation_steps=2)(x, y)
+        coupled = 0.5
+        with pytest.raises(oomkit.SplitError, match="differs by"):
+            oomkit.auto_batch(step, model=model, accumulation_steps=2)(x, y)
+        assert torch.backends.cuda.matmul.allow_tf32 is tf32
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def test_dropout_draws_what_the_undisturbed_run_draws() -> None:
     """The device's own stream is put back to where the failed attempt began."""
     masks: list[torch.Tensor] = []

@@ -104,7 +104,7 @@ def test_an_update_that_does_not_fit(units: float, rung: int) -> None:
     program = Program()
     with room(units):
         program.run()
-    assert program.rung == rung
+    assert program.rung == rung, program.step.records
     expected = without_limit(program.plans)
     assert same_bits(expected, program.outcome()) == []
 
@@ -148,7 +148,7 @@ def test_a_copy_of_the_optimizer_steps_by_itself() -> None:
 def test_nothing_pinned_is_left() -> None:
     def pinned() -> int:
         stats = torch.cuda.host_memory_stats()
-        return int(stats["allocated_bytes.current"])
+        return int(stats.get("allocated_bytes.current", 0))  # not there before the first
 
     settle()
     before = pinned()

@@ -41,8 +41,8 @@ def _ranks(world: int, backend: str, kind: str, folder: Path) -> list[dict[str, 
 )
 def test_a_rank_that_runs_out_of_memory(world: int, kind: str, tmp_path: Path) -> None:
     backend = "gloo" if DRY or world > 1 else "nccl"
-    if kind == "fsdp" and (missing := sharded._missing()) is not None:
-        pytest.skip(f"fully_shard() of torch {torch.__version__} has no {missing}: it is refused")
+    if kind == "fsdp" and (why := sharded._torchs_refusal()) is not None:
+        pytest.skip(f"torch {torch.__version__}: {why}")
 
     for found in _ranks(world, backend, kind, tmp_path):
         assert found["far"] < 1e-9  # type: ignore[operator]

@@ -1,0 +1,98 @@
+"""What surrounds a run of a proof: full single precision, and host memory for what graphs keep.
+
+TF32 (that of convolutions on CUDA by default, of products where a program asks for it) rounds to 11
+bits, so that gradients are known to half a per cent: what couples rows weakly would hide in that.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["Around"]
+
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any], Any]
+
+
+def _by_name(kind: str) -> _Setting:
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    return partial(get, "cuda", kind), partial(put, "cuda", kind), "ieee"
+
+
+# Torch has two ways to ask for TF32, and raises an error where the first is read after the second
+# was used: what a program has set in one way is put back in that way.
+_WAYS: tuple[tuple[_Setting, tuple[_Setting, ...]], ...] = (
+    (
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+        (_by_name("matmul"),),
+    ),
+    (
+        (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32, False),
+        (_by_name("conv"), _by_name("rnn")),
+    ),
+)
+
+
+def _is_compiled() -> bool:
+    """Whether functions have been compiled: they would be again, for another precision."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return bool(getattr(frames, "cached_backends", None))
+
+
+class Around:
+    """Around a run: `enter` and `leave`, and within them `on_host` and `on_device`.
+
+    `is_full`: products of single precision have all its bits. Kernels of a program's own may not.
+    """
+
+    __slots__ = ("_host", "_saved", "is_full")
+
+    def __init__(self) -> None:
+        self._host = torch.autograd.graph.save_on_cpu()
+        self._saved: list[tuple[Callable[[Any], Any], Any]] = []
+        self.is_full = False
+
+    def enter(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the first way, which the program has not taken
+            self.is_full = all([self._all_bits(*ways) for ways in _WAYS])
+
+    def _all_bits(self, first: _Setting, second: tuple[_Setting, ...]) -> bool:
+        try:
+            first[0]()
+        except RuntimeError:
+            settings = second
+        else:
+            settings = (first,)
+        for get, put, full in settings:
+            was = get()
+            if was == full:
+                continue
+            if _is_compiled():
+                return False
+            self._saved.append((put, was))
+            put(full)
+        return True
+
+    def leave(self) -> None:
+        if not self._saved:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while self._saved:
+                put, was = self._saved[-1]
+                put(was)
+                self._saved.pop()
+
+    def on_host(self) -> None:
+        """What a graph keeps goes to host memory from now on."""
+        self._host.__enter__()
+
+    def on_device(self) -> None:
+        """The end of that."""
+        self._host.__exit__()

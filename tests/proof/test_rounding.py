@@ -1,0 +1,136 @@
+"""What is taken for rounding: not a number that is small in the first calls, for it is no loss that
+cancels, and not what TF32 would hide, for a proof is made in full precision."""
+
+from __future__ import annotations
+
+from collections import UserList
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import oomkit
+from oomkit.testing import inject_oom
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tiny_sum_beside_the_loss_is_not_taken_for_rounding() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(batch="x")
+    def step(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        return {"loss": x.abs().sum() * 1e-8}
+
+    x = torch.randn(8, 4)
+    with inject_oom(nth=3, phase="backward"), pytest.raises(oomkit.SplitError, match="'loss'"):
+        step(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["tensor", "number", "dict", "tuple"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_evaluated_loss_of_another_reduction_is_refused(form: str, reduction: str) -> None:
+    """Its parts would be added where they are to be averaged, or the other way round."""
+
+    @oomkit.auto_batch(accumulation_steps=2, reduction=reduction)
+    def step(x: torch.Tensor) -> object:
+        loss = x.square().mean() if reduction == "sum" else x.square().sum()
+        return {
+            "tensor": loss,
+            "number": loss.item(),
+            "dict": {"loss": loss},
+            "tuple": (loss, x),
+        }[form]
+
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), pytest.raises(oomkit.SplitError, match="of the joined parts"):
+        step(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["tensor", "number", "dict", "tuple"])
+def test_an_evaluated_sum_is_added(form: str) -> None:
+    @oomkit.auto_batch(accumulation_steps=3, reduction="sum")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = x.square().sum()
+        made = {"tensor": loss, "number": loss.item(), "dict": {"loss": loss}, "tuple": (loss, x)}
+        return made[form]  # type: ignore[return-value]
+
+    for seed in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            found: object = step(x)
+        found = found["loss"] if isinstance(found, dict) else found
+        found = found[0] if isinstance(found, tuple) else found
+        assert abs(float(found) - float(x.square().sum())) < 1e-4  # type: ignore[arg-type]
+
+
+def _precisions() -> dict[str, Any]:
+    def of(get: Callable[[], Any]) -> Any:
+        try:
+            return get()
+        except RuntimeError:  # a program may have used both ways of torch
+            return "mixed"
+
+    return {
+        "products": of(torch.get_float32_matmul_precision),
+        "cudnn": of(lambda: torch.backends.cudnn.allow_tf32),
+        **{
+            kind: torch._C._get_fp32_precision_getter("cuda", kind)
+            for kind in ("all", "matmul", "conv", "rnn")
+        },
+    }
+
+
+SETTINGS: dict[str, Callable[[], None]] = {
+    "as they are": lambda: None,
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "no TF32": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "matmul by name": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "conv by name": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+}
+
+
+@pytest.fixture
+def _precisions_go_back() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch._C._set_fp32_precision_setter("cuda", "matmul", "none")
+    torch.backends.cudnn.allow_tf32 = True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fails", [False, True], ids=["equal", "coupled"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_proof_runs_in_full_precision(
+    setting: str, fails: bool, _precisions_go_back: None
+) -> None:
+    SETTINGS[setting]()
+    before = _precisions()
+    model = torch.nn.Linear(4, 1)
+    seen: UserList[tuple[Any, ...]] = UserList()  # a list would be put back
+
+    def step(x: torch.Tensor) -> None:
+        by_name = (
+            torch._C._get_fp32_precision_getter("cuda", k) for k in ("matmul", "conv", "rnn")
+        )
+        seen.append(tuple(by_name))
+        made = model(x)
+        (made.mean() ** 2 if fails else (made**2).mean()).backward()
+
+    decorated = oomkit.auto_batch(step, model=model, accumulation_steps=2)
+    if fails:
+        with pytest.raises(oomkit.SplitError):
+            decorated(torch.randn(8, 4))
+    else:
+        decorated(torch.randn(8, 4))
+        assert seen.pop() == tuple(before[kind] for kind in ("matmul", "conv", "rnn"))  # for good
+    assert "tf32" not in seen[0]
+    assert _precisions() == before
