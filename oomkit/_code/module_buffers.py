@@ -117,12 +117,16 @@ class Buffers:
             if isinstance(buffer, torch.Tensor) and not torch.nn.parameter.is_lazy(buffer)
         ]
         self.marks = self.now()
+        if self.where and not _is_compiling():
+            self.hook(modules)
+
+    def hook(self, modules: list[torch.nn.Module]) -> None:
+        """Short, for without memory CPython enters no handler of an instruction above 256."""
         try:
-            if self.where and not _is_compiling():
-                key = RemovableHandle(modules[0]._forward_hooks).id  # in no table but ours
-                _C.own_hooks(1)
-                for module in modules:
-                    self.register(module, key)
+            key = RemovableHandle(modules[0]._forward_hooks).id  # in no table but ours
+            _C.own_hooks(1)
+            for module in modules:
+                self.register(module, key)
         except BaseException:
             self.remove()
             raise
