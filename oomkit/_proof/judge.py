@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from .flows import Flows, hooks
 from .numbers import Numbers
 from .quiet import Quiet
 from .residual import Products, left
-from .runs import Run, Update
+from .runs import Copies, Run, Update
 from .slope import COARSE, slope
 from .weights import (
     TOLD,
@@ -234,16 +233,21 @@ class Proof:
         """A backward of the last micro-batch has ended: gradients as it leaves them, before the
         step unscales or clips them."""
         run = self._runs[self._now]
-        if not self._raw and not self._is_coarse:
+        if not self._raw and not (self._is_coarse and self._now in ("whole", "parts")):
             return
         present = {i: g for i, g in enumerate(gradients) if g is not None}
-        run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
         run.sweeps += 1
+        if self._raw or self._now == "whole":
+            run.raw = {i: values.without(g, self._entry.get(i)) for i, g in present.items()}
+            own = {id(self._params[i]): i for i in present if i not in self._entry}
+            run.swept = Copies({key: (present[i], run.raw[i]) for key, i in own.items()})
+            return
         whole = self._runs["whole"]
-        if self._now == "parts" and len(self._cut) == 2 and run.sweeps == whole.sweeps:
-            both = (run.first.keys() & whole.raw.keys() & run.raw.keys()) - self._entry.keys()
-            at = [p.device for p in self._params]
-            terms = [(whole.raw[i], run.raw[i], run.first[i], at[i]) for i in sorted(both)]
+        if len(self._cut) == 2 and run.sweeps == whole.sweeps:
+            both = (run.first.keys() & whole.raw.keys() & present.keys()) - self._entry.keys()
+            terms = [
+                (whole.raw[i], present[i], run.first[i], present[i].device) for i in sorted(both)
+            ]
             size, text = slope(terms, run.weights)
             self._fail(size, text)
 
@@ -293,11 +297,10 @@ class Proof:
         run.updates.append(made)
         whole = self._now == self._base
         if whole:
-            made.gradients = {key: values.host(value) for key, value in gradients.items()}
-        run.seen = {
-            key: (weakref.ref(grad), values.mark(grad), made.gradients[key] if whole else None)
-            for key, grad in gradients.items()
-        }
+            made.gradients = {key: run.swept.of(key, g) for key, g in gradients.items()}
+        run.seen = Copies(
+            {key: (g, made.gradients[key] if whole else None) for key, g in gradients.items()}
+        )
         if self._now.startswith("parts"):
             self._compare_update(len(run.updates) - 1, made)
         if not whole:
@@ -333,13 +336,12 @@ class Proof:
         """The end of a run: gradients as the caller would have them."""
         run = self._runs[self._now]
         made = {i: g for i, g in enumerate(gradients) if g is not None}
-        updated = {i: self._of_update(run, i, g) for i, g in made.items()}
+        updated = {i: run.seen.find(id(self._params[i]), g) for i, g in made.items()}
         if self._now in (self._base, "whole by chance"):
-            copies = {i: seen[2] for i, seen in updated.items() if seen is not None}
-            run.gradients = {
-                i: values.host(g) if copies.get(i) is None else copies[i] for i, g in made.items()
+            run.gradients = {i: run.seen.of(id(self._params[i]), g) for i, g in made.items()}
+            run.last = {
+                i for i, seen in updated.items() if seen is not None and seen[2] is not None
             }
-            run.last = {i for i in copies if copies[i] is not None}
             if self._now == self._base:
                 self._written = {i: values.host(self._params[i]) for i in self._may_be_written(run)}
         elif self._now.startswith("parts"):
@@ -363,12 +365,6 @@ class Proof:
         if used and not any(values.norm(g) > 0.0 for g in run.gradients.values()):
             return [i for i, param in enumerate(self._params) if param.requires_grad]
         return self._moved_now
-
-    def _of_update(self, run: Run, i: int, grad: torch.Tensor) -> Any:
-        """What the last update was given, where that is this gradient, unchanged."""
-        seen = run.seen.get(id(self._params[i]))
-        same = seen is not None and seen[0]() is grad
-        return seen if seen and same and values.is_same(values.mark(grad), seen[1]) else None
 
     def _moved(self, now: list[int] | None) -> list[int]:
         """Parameters that this run has written to."""

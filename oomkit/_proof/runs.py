@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from . import values
 from .bounds import Bound
 
-__all__ = ["Run", "Update"]
+__all__ = ["Copies", "Run", "Update"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -21,6 +22,35 @@ class Update:
     name: str
     arguments: list[tuple[str, Any]]
     gradients: dict[int, torch.Tensor]
+
+
+_Seen = tuple["weakref.ref[torch.Tensor]", Any, torch.Tensor | None]
+
+
+class Copies:
+    """Gradients that were seen, with what tells whether they have changed since: of a large model a
+    copy to the host takes seconds, so what stays is copied once."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self, gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """By any number: the gradient and its copy on the host, if there is one."""
+        self._known: dict[int, _Seen] = {
+            key: (weakref.ref(gradient), values.mark(gradient), copy)
+            for key, (gradient, copy) in gradients.items()
+        }
+
+    def find(self, key: int, gradient: torch.Tensor) -> _Seen | None:
+        """What was seen, where that is this gradient, unchanged."""
+        seen = self._known.get(key)
+        if seen is None or seen[0]() is not gradient:
+            return None
+        return seen if values.is_same(values.mark(gradient), seen[1]) else None
+
+    def of(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A copy of a gradient, that which there is if it fits."""
+        seen = self.find(key, gradient)
+        return values.host(gradient) if seen is None or seen[2] is None else seen[2]
 
 
 class Run:
@@ -39,6 +69,7 @@ class Run:
         "rows",
         "seen",
         "sweeps",
+        "swept",
         "updates",
         "weights",
     )
@@ -48,8 +79,8 @@ class Run:
         self.gradients: dict[int, torch.Tensor] = {}
         self.raw: dict[int, torch.Tensor] = {}  # gradients as backwards leave them
         self.sweeps = 0  # backwards of the last micro-batch
-        # Gradients that the last update was given, by parameter: who, mark, copy.
-        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], Any, torch.Tensor | None]] = {}
+        self.swept = Copies({})  # of the last backward, by the parameter's identity
+        self.seen = Copies({})  # that the last update was given
         self.last: set[int] = set()  # parameters whose gradients are those at the end
         self.parts: dict[int, float] = {}  # norms of what the first part alone gave
         self.first: dict[int, torch.Tensor] = {}  # and what it was
