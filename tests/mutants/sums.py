@@ -225,6 +225,33 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "proof-in-tf32",
+        "a proof is made in full single precision",
+        "oomkit/_proof/around.py",
+        "            put(full)\n",
+        "            put(was)\n",
+        ("proof/test_rounding.py::test_a_proof_runs_in_full_precision",),
+    ),
+    Mutant(
+        "tf32-lost",
+        "a program's TF32 is put back after a proof",
+        "oomkit/_proof/around.py",
+        "                put(was)\n",
+        "                put\n",
+        ("proof/test_rounding.py::test_a_proof_runs_in_full_precision",),
+    ),
+    Mutant(
+        "copies-of-another-gradient",
+        "a gradient that has changed since its backward is copied again",
+        "oomkit/_proof/runs.py",
+        "return seen if values.is_same(values.mark(gradient), seen[1]) else None",
+        "return seen",
+        (
+            "accum/test_weights_in_half_precision.py"
+            "::test_gradients_are_projected_as_backwards_leave_them",
+        ),
+    ),
+    Mutant(
         "unshown-splits",
         "a split of which nothing can be compared, because of an error of the step, is refused",
         "csrc/proof/without_graph.c",
