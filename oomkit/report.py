@@ -94,8 +94,8 @@ def record_dict(record: Any) -> dict[str, Any]:
     processes its rank, too.
     """
     fields = {name: getattr(record, name) for name in type(record).__match_args__}
-    if isinstance(record, _C.StepRecord) and (rank := ranks.own_rank()) is not None:
-        fields["rank"] = rank
+    if "rank" in fields and fields["rank"] is None:  # ranks that have not met in a step
+        fields["rank"] = ranks.own_rank()
     return fields
 
 

@@ -14,7 +14,7 @@ oomkit_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-enum { RECORD_FIELDS = 20, REPORT_FIELDS = 9 };
+enum { RECORD_FIELDS = 21, REPORT_FIELDS = 9 };
 
 static PyStructSequence_Field record_fields[] = {
     {"step", "number of the call at its site, from 1"},
@@ -37,6 +37,7 @@ static PyStructSequence_Field record_fields[] = {
     {"reason", "why the plan was what it was"},
     {"outcome", "'finished', 'gave up', 'error' or 'committed'"},
     {"phases", "dict of phase to its figures, None without auto_batch(phases=True)"},
+    {"rank", "of this process in the default process group, None before its ranks met"},
     {NULL, NULL},
 };
 
@@ -215,6 +216,12 @@ phases_or_none(const oomkit_phases *phases)
     return STEAL(dict);
 }
 
+static PyObject *
+rank_or_none(uint32_t from_one)
+{
+    return from_one == 0 ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(from_one - 1);
+}
+
 PyObject *
 oomkit_record_new(oomkit_state *st, const oomkit_record *record,
                   const oomkit_phases *phases, PyObject *label)
@@ -242,6 +249,7 @@ oomkit_record_new(oomkit_state *st, const oomkit_record *record,
             oomkit_plan_reason_name((oomkit_plan_reason)record->reason)),
         PyUnicode_FromString(outcome_name(record->outcome)),
         phases_or_none(phases),
+        rank_or_none(record->rank),
     };
 
     _Static_assert(sizeof(values) / sizeof(values[0]) == RECORD_FIELDS, "all fields");

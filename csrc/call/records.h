@@ -33,9 +33,8 @@ oomkit_sequence_of(PyObject *type, PyObject **values, Py_ssize_t count);
 /* A StepRecord: step, label, batch_size, micro_batch_size, accumulation_steps,
  * attempts, ooms, requested_bytes, baseline, peak_allocated, peak_reserved,
  * device_free, budget, started, time, time_lost (seconds), rung, reason (str), outcome
- * (str), phases (dict of
- * phase -> dict, None without `phases`). None where unknown. `label` is borrowed. New
- * reference or NULL. */
+ * (str), phases (dict of phase -> dict, None without `phases`), rank. None where
+ * unknown. `label` is borrowed. New reference or NULL. */
 PyObject *
 oomkit_record_new(oomkit_state *st, const oomkit_record *record,
                   const oomkit_phases *phases, PyObject *label);

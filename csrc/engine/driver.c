@@ -72,6 +72,8 @@ oomkit_call_record(const oomkit_call *call, oomkit_record *record)
         record->attempts--; /* none came after the last one that failed */
     }
     record->rung = call->log.rung;
+    record->rank = call->st->rank;
+    record->unused = 0;
 }
 
 void

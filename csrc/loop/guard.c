@@ -153,6 +153,7 @@ guard_record(oomkit_guard *guard, oomkit_guard_window *window, int outcome,
         .ooms = outcome == OOMKIT_GUARD_OOM,
         .reason = OOMKIT_REASON_WHOLE,
         .outcome = (uint32_t)outcome,
+        .rank = guard->st->rank,
     };
     guard_push(guard, &record, phases);
     oomkit_sinks_tell(guard->st, &record, phases, guard->label, NULL);

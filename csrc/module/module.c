@@ -13,6 +13,7 @@
 #include "../loop/chunks.h"
 #include "../loop/parts_join.h"
 #include "../proof/proof.h"
+#include "../ranks/agree.h"
 #include "../py/tensor.h"
 #include "../sizes/remember.h"
 #include "../tree/splitters.h"
@@ -491,6 +492,7 @@ module_exec(PyObject *module)
         PyModule_AddFunctions(module, oomkit_state_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_kept_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_proof_methods) < 0 ||
+        PyModule_AddFunctions(module, oomkit_ranks_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_offload_methods) < 0 ||
         PyModule_AddFunctions(module, oomkit_trial_methods) < 0 ||
         oomkit_records_init(st) < 0 || oomkit_current_init(st) < 0 ||

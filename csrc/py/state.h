@@ -410,6 +410,7 @@ typedef struct oomkit_state {
     int settings_expandable; /* what was read then: 1 or 0 */
     int sinks_attached;      /* records are told */
     int phases_wanted;       /* steps made from now on measure their phases */
+    uint32_t rank; /* in the default group, from 1; 0: its ranks have not met */
     struct oomkit_phase_meter *meters; /* borrowed: those that are open */
     int seen_oom;                      /* some step has run out of memory */
     int keeps_nothing;                 /* sizes go with their step: for tests */

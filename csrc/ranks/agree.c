@@ -446,3 +446,22 @@ const oomkit_rule oomkit_ranks_rule = {.attempt_begins = ranks_attempt_begins,
                                        .micro_returns = ranks_micro_returns,
                                        .before_retry = ranks_before_retry,
                                        .before_restart = ranks_before_restart};
+
+static PyObject *
+ranks_rank_is(PyObject *module, PyObject *number)
+{
+    unsigned long rank = PyLong_AsUnsignedLong(number);
+
+    if (rank == (unsigned long)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    oomkit_state_of_module(module)->rank = (uint32_t)rank + 1;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef oomkit_ranks_methods[] = {
+    {"rank_is", ranks_rank_is, METH_O,
+     "rank_is(rank, /)\n--\n\nOf this process in the default group, whose ranks have "
+     "met: records have it from now on."},
+    {NULL, NULL, 0, NULL},
+};

@@ -96,4 +96,6 @@ oomkit_ranks_again(oomkit_call *call);
 void
 oomkit_ranks_leave(oomkit_call *call, PyObject *exception);
 
+extern PyMethodDef oomkit_ranks_methods[];
+
 #endif

@@ -30,6 +30,8 @@ typedef struct oomkit_record {
     uint32_t rung;
     uint32_t reason;  /* oomkit_plan_reason of the plan that ended the call */
     uint32_t outcome; /* 0 finished, 1 gave up, 2 another error, 3 committed */
+    uint32_t rank;    /* of the process in the default group, from 1; 0: not known */
+    uint32_t unused;  /* whole words are copied */
 } oomkit_record;
 
 typedef struct oomkit_ring oomkit_ring;

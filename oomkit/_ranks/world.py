@@ -132,6 +132,7 @@ class World:
         self._key = f"oomkit/{_start()}{next(_generations)}"
         self.others = self._hello(version)
         self._way = self._connect()
+        _C.rank_is(self.rank)
         atexit.register(_ends, weakref.ref(self), os.getpid())
 
     # ---- meeting

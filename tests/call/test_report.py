@@ -37,6 +37,7 @@ VALUES = {
     "reason": "oom",
     "outcome": "finished",
     "phases": None,
+    "rank": None,
 }
 
 

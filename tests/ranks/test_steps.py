@@ -488,6 +488,13 @@ def test_the_first_rank_reports_on_all() -> None:
     assert "2 ranks" not in own
 
 
+def test_a_record_has_the_rank_of_its_process() -> None:
+    for rank, (before, *found, every) in enumerate(results_of("reports:named", 2)):
+        assert before is None
+        assert found == [rank] * 4  # that of the step after the group has gone, too
+        assert [row["rank"] for row in every["sites"][0]["records"]] == [rank]
+
+
 def test_ranks_of_a_group_are_named_as_in_the_whole_world() -> None:
     none, (text, rank, ranks), _ = results_of("reports:reported", 3, group=[1, 2])
     overview, events = text.split("steps that met an error, on any rank")

@@ -30,7 +30,8 @@ make(uint64_t step)
                            .ooms = low * 5,
                            .rung = low * 7,
                            .reason = ~low,
-                           .outcome = low * 11};
+                           .outcome = low * 11,
+                           .rank = low * 13};
 }
 
 static int

@@ -38,3 +38,30 @@ def reported(rank: Rank) -> list[Any]:
     told = oomkit.report(step, group=group)
     every = json.loads(oomkit.report(step, "json", group=group))
     return [told, every["sites"][0]["records"][0]["rank"], len(every.get("ranks", []))]
+
+
+def named(rank: Rank) -> list[Any]:
+    """The rank in the record of a guard before the ranks have met, in that of a step, and what its
+    sink is told, in that of a guard later, and in a report after the group."""
+    guard = oomkit.guard(label="beside")
+
+    def beside() -> int | None:
+        with guard:
+            pass
+        return guard.records[-1].rank
+
+    found: list[Any] = [beside()]
+    model, optimizer, x, y = prepare(rank)
+    told: list[oomkit.StepRecord] = []
+
+    @oomkit.auto_batch(verify=False, label="train", sinks=[told.append])
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    step(x, y)
+    found += [told[0].rank, step.records[0].rank, beside()]
+    dist.barrier()
+    dist.destroy_process_group()
+    return [*found, step.records[0].rank, json.loads(oomkit.report(step, "json"))]
