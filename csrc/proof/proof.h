@@ -325,6 +325,10 @@ oomkit_proof_run_enter(oomkit_proof *p);
 int
 oomkit_proof_run_leave(oomkit_proof *p);
 
+/* With autocast again. The same. */
+int
+oomkit_proof_coarsely(oomkit_proof *p);
+
 /* Puts everything back after a run. Keeps the exception in flight. 0, or -1 with one.
  */
 int

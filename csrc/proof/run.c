@@ -325,6 +325,12 @@ oomkit_proof_run_enter(oomkit_proof *p)
 }
 
 int
+oomkit_proof_coarsely(oomkit_proof *p)
+{
+    return run_ask(p, p->judge, "coarsely");
+}
+
+int
 oomkit_proof_run_leave(oomkit_proof *p)
 {
     const int result =

@@ -314,7 +314,7 @@ static PyObject *
 verify_speak(oomkit_proof *p, PyObject *verdict)
 {
     PyObject *exception = verdict == NULL ? oomkit_exception_take() : NULL; /* owned */
-    OWNED PyObject *done = PyObject_CallMethod(p->judge, "speak", NULL);
+    OWNED PyObject *done = PyObject_CallMethod(p->around, "speak", NULL);
 
     if (done == NULL) {
         Py_CLEAR(verdict);
@@ -360,7 +360,7 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
         return NULL;
     }
     call->backward.instead = verify_backward;
-    done = PyObject_CallMethod(p->judge, "hush", NULL);
+    done = PyObject_CallMethod(p->around, "hush", NULL);
     if (done != NULL) {
         Py_SETREF(done, PyObject_CallMethod(p->judge, "quiet", "O",
                                             p->everything ? Py_True : Py_False));

@@ -86,7 +86,7 @@ class _Edge:
         return _make_nothing, ()
 
 
-def _is_compiling() -> bool:
+def is_compiling() -> bool:
     """Has torch.compile been used in this process, as far as can be seen?"""
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", None) or {}
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
@@ -117,7 +117,7 @@ class Buffers:
             if isinstance(buffer, torch.Tensor) and not torch.nn.parameter.is_lazy(buffer)
         ]
         self.marks = self.now()
-        if self.where and not _is_compiling():
+        if self.where and not is_compiling():
             self.hook(modules)
 
     def hook(self, modules: list[torch.nn.Module]) -> None:

@@ -1,21 +1,27 @@
 """What surrounds a run of a proof: full single precision, and host memory for what graphs keep.
 
+Autocast leaves gradients known to some per cent: `alone` leaves it out, for a second look.
+
 TF32 (that of convolutions on CUDA by default, of products where a program asks for it) rounds to 11
 bits, so that gradients are known to half a per cent: what couples rows weakly would hide in that.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 
+from .._code.module_buffers import is_compiling
+
 __all__ = ["Around"]
 
+_set_autocast = torch.set_autocast_enabled
+_KINDS = ("cuda", "cpu", "xpu", "mps")  # of devices that have autocast
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any], Any]
 
 
@@ -38,22 +44,24 @@ _WAYS: tuple[tuple[_Setting, tuple[_Setting, ...]], ...] = (
 )
 
 
-def _is_compiled() -> bool:
-    """Whether functions have been compiled: they would be again, for another precision."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return bool(getattr(frames, "cached_backends", None))
+def _set_but_here(thread: int, kind: str, enabled: bool) -> None:
+    """In place of torch.set_autocast_enabled(), which torch.autocast calls."""
+    _set_autocast(kind, enabled and get_ident() != thread)
 
 
 class Around:
-    """Around a run: `enter` and `leave`, and within them `on_host` and `on_device`.
+    """Around a run: `enter` and `leave`, `on_host` and `on_device`, `hush` and `speak`.
 
     `is_full`: products of single precision have all its bits. Kernels of a program's own may not.
+    `alone`: autocast does nothing.
     """
 
-    __slots__ = ("_host", "_saved", "is_full")
+    __slots__ = ("_cast", "_host", "_hushed", "_saved", "alone", "is_full")
 
     def __init__(self) -> None:
         self._host = torch.autograd.graph.save_on_cpu()
+        self._cast: list[str] = []  # kinds of devices for which autocast was on
+        self.alone = False
         self._saved: list[tuple[Callable[[Any], Any], Any]] = []
         self.is_full = False
 
@@ -61,6 +69,12 @@ class Around:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the first way, which the program has not taken
             self.is_full = all([self._all_bits(*ways) for ways in _WAYS])
+        if self.alone:
+            torch.set_autocast_enabled = partial(_set_but_here, get_ident())
+            for kind in _KINDS:
+                if torch.is_autocast_enabled(kind):
+                    _set_autocast(kind, False)
+                    self._cast.append(kind)
 
     def _all_bits(self, first: _Setting, second: tuple[_Setting, ...]) -> bool:
         try:
@@ -73,13 +87,18 @@ class Around:
             was = get()
             if was == full:
                 continue
-            if _is_compiled():
+            if is_compiling():  # it would be compiled again, for another precision
                 return False
             self._saved.append((put, was))
             put(full)
         return True
 
     def leave(self) -> None:
+        if self.alone:
+            torch.set_autocast_enabled = _set_autocast
+        while self._cast:
+            _set_autocast(self._cast[-1], True)
+            self._cast.pop()
         if not self._saved:
             return
         with warnings.catch_warnings():
@@ -96,3 +115,13 @@ class Around:
     def on_device(self) -> None:
         """The end of that."""
         self._host.__exit__()
+
+    def hush(self) -> None:
+        """No warning of the step's: without a graph there is one that means nothing."""
+        self._hushed = warnings.catch_warnings()
+        self._hushed.__enter__()
+        warnings.simplefilter("ignore")
+
+    def speak(self) -> None:
+        """The end of that."""
+        self._hushed.__exit__(None, None, None)

@@ -8,13 +8,13 @@ caller and the updates would see of the two is compared here.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import _C
+from .._code.module_buffers import is_compiling
 from . import values
 from .around import Around
 from .bounds import bounds, ignored_labels, of_the_batch, order_rows
@@ -182,16 +182,6 @@ class Proof:
         self._cut = cut
         self.draws.begin(cut, run == "whole")
 
-    def hush(self) -> None:
-        """No warning of the step's: without a graph there is one that means nothing."""
-        self._hushed = warnings.catch_warnings()
-        self._hushed.__enter__()
-        warnings.simplefilter("ignore")
-
-    def speak(self) -> None:
-        """The end of that."""
-        self._hushed.__exit__(None, None, None)
-
     # --- what it sees inside one ---
 
     def root(self, roots: Any) -> None:
@@ -255,6 +245,21 @@ class Proof:
     def _is_coarse(self) -> bool:
         """Whether all gradients together tell more of weights than each of them."""
         return self._limit >= COARSE and not self.noise
+
+    def exactly(self) -> bool:
+        """What comes now is to be compared without autocast. Whether it can be."""
+        single = all(p.dtype in values.WIDE for p in self._params if p.is_floating_point())
+        if self._limit < _GRADIENT[_HALF] or not single or self.noise or is_compiling():
+            return False
+        self._cast = self._limit, self._loss_limit
+        self._limit = self._loss_limit = 0.0
+        self.around.alone = True
+        return True
+
+    def coarsely(self) -> None:
+        """The end of that."""
+        self.around.alone = False
+        self._limit, self._loss_limit = self._cast
 
     def eager(self) -> None:
         """What comes now was accumulated apart from the gradients of the entry."""

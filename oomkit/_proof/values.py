@@ -11,6 +11,7 @@ import torch
 from .rows import leaves_of
 
 __all__ = [
+    "WIDE",
     "added",
     "apart",
     "dense",
@@ -34,7 +35,7 @@ _SAMPLE = 64  # values of a parameter that tell that it has moved
 _CHUNK = 1 << 16  # elements that a cache holds
 _PIECE = 1 << 20  # of an accelerator, whose memory may be full: 4 MiB in single precision
 _RECKONED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WIDE = (torch.float32, torch.float64)
+WIDE = (torch.float32, torch.float64)
 _TINY = 1e-30  # smaller squares may have been lost in single precision
 
 
@@ -128,7 +129,7 @@ def _root(parts: Iterable[torch.Tensor]) -> float:
 def sizes(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float, float]:
     """The norms of both, and of their difference; each is read once."""
     flat = [dense(each.detach()) for each in (one, two)]
-    plain = all(each.is_contiguous() and each.dtype in _WIDE for each in flat)
+    plain = all(each.is_contiguous() and each.dtype in WIDE for each in flat)
     if not plain or flat[0].shape != flat[1].shape or flat[0].dtype != flat[1].dtype:
         return norm(one), norm(two), apart(one, two)
     found = [torch.stack([torch.dot(x, x) for x in (a, b, a - b)]) for a, b in pieces(*flat)]

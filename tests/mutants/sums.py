@@ -233,6 +233,14 @@ MUTANTS = [
         ("proof/test_rounding.py::test_a_proof_runs_in_full_precision",),
     ),
     Mutant(
+        "proof-under-autocast",
+        "what autocast would hide is looked at without it",
+        "oomkit/_proof/judge.py",
+        "        self.around.alone = True\n",
+        "        self.around.alone = False\n",
+        ("proof/test_rounding.py::test_what_autocast_would_hide_is_refused",),
+    ),
+    Mutant(
         "tf32-lost",
         "a program's TF32 is put back after a proof",
         "oomkit/_proof/around.py",

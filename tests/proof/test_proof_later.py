@@ -231,7 +231,7 @@ def test_paths_that_change_from_call_to_call_are_proven_a_few_times() -> None:
 
 @pytest.fixture
 def _nothing_is_compiled_after() -> Iterator[None]:
-    """Of a process that has compiled something more is allowed: see `_is_compiling`."""
+    """Of a process that has compiled something more is allowed: see `is_compiling`."""
     yield
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

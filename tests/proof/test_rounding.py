@@ -1,8 +1,9 @@
 """What is taken for rounding: not a number that is small in the first calls, for it is no loss that
-cancels, and not what TF32 would hide, for a proof is made in full precision."""
+cancels, and not what TF32 or autocast would hide, for a proof is made in full precision, too."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import UserList
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,3 +135,57 @@ def test_a_proof_runs_in_full_precision(
         assert seen.pop() == tuple(before[kind] for kind in ("matmul", "conv", "rnn"))  # for good
     assert "tf32" not in seen[0]
     assert _precisions() == before
+
+
+def _cast_step(
+    coupled: float, inside: bool, error: Exception | None = None
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """256 rows, of which an entropy of the batch's mean is off by a hundredth in parts. `error`: in
+    single precision."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 10))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16) if inside else contextlib.nullcontext():
+            made = model(x)
+            if error is not None and made.dtype != torch.bfloat16:
+                raise error
+            mean = made.softmax(-1).mean(0)
+            loss = torch.nn.functional.cross_entropy(made, y) + coupled * (mean * mean.log()).sum()
+        loss.backward()
+
+    decorated = oomkit.auto_batch(step, model=model, accumulation_steps=4)
+    return decorated, torch.randn(256, 32), torch.randint(0, 10, (256,))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inside", [True, False], ids=["in the step", "around it"])
+def test_what_autocast_would_hide_is_refused(inside: bool) -> None:
+    of_torch = torch.set_autocast_enabled
+    for coupled in (0.0, 1.0):
+        step, x, y = _cast_step(coupled, inside)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            if coupled:
+                with pytest.raises(oomkit.SplitError, match="differs by 0.0"):
+                    step(x, y)
+            else:
+                step(x, y)
+            assert torch.is_autocast_enabled("cpu") is not inside
+        assert torch.set_autocast_enabled is of_torch
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("FlashAttention only supports fp16 and bf16"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+    ids=["cannot", "does not fit"],
+)
+def test_a_step_that_needs_autocast_is_proven_with_it(error: Exception) -> None:
+    step, x, y = _cast_step(0.0, True, error)
+    step(x, y)
+    assert step.records[-1].accumulation_steps == 4
+    assert step.records[-1].ooms == 0
+    assert not torch.is_autocast_enabled("cpu")

@@ -14,7 +14,7 @@ from torch import nn
 
 import oomkit
 from oomkit import testing
-from oomkit._code.module_buffers import _is_compiling
+from oomkit._code.module_buffers import is_compiling
 
 pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
 
@@ -257,7 +257,7 @@ def compiler() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert not _is_compiling()
+    assert not is_compiling()
 
 
 def test_few_sizes_so_that_compiled_models_compile_seldom(compiler: None) -> None:
