@@ -319,6 +319,7 @@ typedef struct oomkit_ranked {
     int sharded;      /* its model is: no version tells that a gradient has moved */
     int committed;    /* all have come to the update, or to the end */
     int tight;        /* how near to its end memory is in an update of some rank */
+    int updated;      /* the call has ended, with all its updates made */
     const oomkit_options
         *before;             /* the step's, while this call's have copies, or NULL */
     oomkit_options *careful; /* owned memory: those, or NULL */

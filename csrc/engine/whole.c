@@ -462,6 +462,8 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
             result = engine_recover(&call, split);
         }
         oomkit_phase_set(call.st, call.log.phase_before);
+        oomkit_ranks_note_updated(&call, !oomkit_update_has_raised(&call) &&
+                                             !oomkit_updates_are_left(&call));
         *current = NULL;
     } else if (call.parts == NULL) {
         oomkit_batch_release(&call.batch);

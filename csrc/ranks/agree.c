@@ -367,7 +367,10 @@ oomkit_ranks_leave(oomkit_call *call, PyObject *exception)
     if (!oomkit_ranks_agreed(call)) {
         return;
     }
-    done = ranks_call(call, "leave", exception == NULL ? Py_None : exception);
+    done = PyObject_SetAttrString(call->ranks.agreed, "updated",
+                                  call->ranks.updated ? Py_True : Py_False) < 0
+               ? NULL
+               : ranks_call(call, "leave", exception == NULL ? Py_None : exception);
     if (done == NULL) {
         PyErr_WriteUnraisable(call->given.func);
     }

@@ -91,6 +91,13 @@ oomkit_ranks_proof_ends(oomkit_call *call);
 /* Another rank has failed, and everything is back here, too. 0 or -1. */
 int
 oomkit_ranks_again(oomkit_call *call);
+/* The call has ended: have all of its updates been made? */
+static inline void
+oomkit_ranks_note_updated(oomkit_call *call, int updated)
+{
+    call->ranks.updated = updated;
+}
+
 /* The call is over; `exception` (borrowed, not in flight) is what it raises, or NULL.
  * Keeps no exception. */
 void

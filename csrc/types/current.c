@@ -98,16 +98,6 @@ current_commits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-/* Have the updates of a call all been made? */
-static PyObject *
-current_updated(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    const oomkit_call *call = oomkit_call_current();
-
-    return PyBool_FromLong(call != NULL && !oomkit_update_has_raised(call) &&
-                           !oomkit_updates_are_left(call));
-}
-
 /* An update makes a collective now. Is it its first one? False where none runs. */
 static PyObject *
 current_shares_update(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
@@ -159,8 +149,6 @@ PyMethodDef oomkit_current_methods[] = {
      "0; 1 in a part of a loop; 2 in a micro-batch of a call, 3 in its last."},
     {"_updates", current_updates, METH_NOARGS,
      "_updates()\n--\n\nDoes an optimizer's step(), or what goes with it, run?"},
-    {"_updated", current_updated, METH_NOARGS,
-     "_updated()\n--\n\nHave all updates of the call been made, to their end?"},
     {"_commits", current_commits, METH_NOARGS,
      "_commits()\n--\n\nA closure has computed the gradients of an update."},
     {"_shares_update", current_shares_update, METH_NOARGS,

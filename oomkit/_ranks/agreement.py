@@ -104,7 +104,7 @@ class Agreement(Call):
             for reducer in self._reducers:
                 reducer.gives_back()
             if isinstance(failed, torch.OutOfMemoryError | MemoryError):
-                raise self._cannot_begin(f"{type(failed).__name__}: {failed}") from failed
+                raise self.cannot_reduce(f"{type(failed).__name__}: {failed}") from failed
             raise
         world.present = self
         for reducer in self._reducers:
@@ -127,11 +127,15 @@ class Agreement(Call):
         self._reducers[0].empty_caches()
         return _C.exempt(self._entry)
 
-    def _cannot_begin(self, why: str) -> _C.RankError:
-        """The error of a rank that has no memory to begin a call; it takes part, with zeros, in a
-        reduction that overlaps, whose ranks look at nothing else."""
+    def cannot_reduce(self, why: str) -> _C.RankError:
+        """The error of a rank that cannot go on to its first reduction; it takes part in that, with
+        zeros, where it overlaps, for then the others look at nothing else."""
         if not self.is_waited_for():
-            return self.cannot(why)
+            failure = self.cannot(why)
+            if not self.world.shared and self._synchronises() and self._may_overlap:
+                with contextlib.suppress(RuntimeError):  # the others are gone
+                    self._post()
+            return failure
         self.world.say(why)
         with contextlib.suppress(RuntimeError):
             self.fails_with(self._take_part)
@@ -301,7 +305,10 @@ class Agreement(Call):
         """This rank's attempt has failed, and everything is back but what others have seen."""
         self._whole, self.trouble = False, True
         if self.own:
-            raise self.cannot(f"it has to begin again after {self.own}() of the step's own")
+            for reducer in self._reducers:
+                self._drain(reducer)
+            why = f"it has to begin again after {self.own}() of the step's own"
+            raise self.cannot(why) if self._done > 0 else self.cannot_reduce(why)
         if self._done > 0 or self._is_flying():
             if self._once:
                 raise self.cannot(
@@ -367,7 +374,7 @@ class Agreement(Call):
         if self.committed:
             return False  # nothing begins again
         if not self._whole:
-            raise refuse_in_parts(self, name)
+            raise refuse_in_parts(self.cannot if self._done > 0 else self.cannot_reduce, name)
         if self._joined is not None and not self._joined.is_full():
             raise self.cannot(f"it has come to {name}() of the step's own, and ranks have left it")
         self.own = name
@@ -428,9 +435,13 @@ class Agreement(Call):
     def _excuse(self, exception: BaseException) -> None:
         """An error leaves the call: who waits for this rank is told."""
         text = self.note(exception)
+        if self.is_over(exception):  # as if the function had returned
+            for reducer in self._reducers:
+                reducer.hand_over()
+            return
         waits = self._synchronises()
         awaited = self._is_flying() or self._done > 0 or self.weighs or (self._cautious and waits)
-        tells = not (self.told or self._over or self.is_over(exception))
+        tells = not (self.told or self._over)
         gives_up = tells and (self.committed or (awaited and not self.world.shared))
         # Before this rank waits: others may wait in a collective of the step's own.
         if gives_up:

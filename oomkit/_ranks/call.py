@@ -24,6 +24,8 @@ class Call:
     sharded = False
     """Its model is sharded: it is put back before anything else is, by `back()`."""
     stopped = False
+    updated = False
+    """The call has ended, with all its updates made."""
     """Another rank has failed, which ended the present attempt by an error."""
 
     def __init__(self, world: World, step: object) -> None:
@@ -176,7 +178,7 @@ class Call:
     def is_over(self, exception: BaseException) -> bool:
         """Was this an error of the step's own, after the updates of all? One from within them, or
         between two, leaves this rank's parameters apart from those of others."""
-        over = self.committed and not self.unsettled and _C._updated()
+        over = self.committed and not self.unsettled and self.updated
         return over and not _is_broken(exception)
 
     def not_come(self) -> None:
@@ -246,9 +248,9 @@ def _is_broken(exception: BaseException) -> bool:
     return isinstance(exception, _C.OomkitError | MemoryError | torch.OutOfMemoryError)
 
 
-def refuse_in_parts(call: Call, name: str) -> Any:
+def refuse_in_parts(cannot: Callable[[str], Any], name: str) -> Any:
     """The error where a step that is split makes a collective itself."""
-    return call.cannot(
+    return cannot(
         f"its step calls torch.distributed.{name}(), which all ranks make once, in micro-batches "
         "or in what is compared, so that it can neither be split nor begin again: do that outside "
         "the step, or after the update in its last micro-batch, with verify=False"

@@ -215,11 +215,21 @@ class Reducer:
         self.flying = self.begun = False
 
     def _reduce(self, used: list[torch.Tensor]) -> None:
-        with torch.enable_grad():
-            root = _Touch.apply(*reversed(used))  # type: ignore[no-untyped-call]
+        root = self._touching(used)
         self.real.prepare_for_backward([root] if self.finds else [])
         with _without_hooks(used):
             _run(root)
+
+    def _touching(self, used: list[torch.Tensor]) -> torch.Tensor:
+        """What a backward touches these by. By the order of the first one torch makes buckets anew,
+        for good: then it is that of the layers from the last to the first, one after the other."""
+        with torch.enable_grad():
+            if self.finds or self.model._has_rebuilt_buckets:
+                return _Touch.apply(*reversed(used))  # type: ignore[no-untyped-call, no-any-return]
+            root: list[torch.Tensor] = []
+            for param in used:
+                root = [_Touch.apply(param, *root)]  # type: ignore[no-untyped-call]
+            return root[0]
 
     def hook_makes(self, tensor: Any, make: Callable[[], Any], leaves_out: bool) -> Any:
         """A collective of its hook, unless that runs again with zeros, and has made it."""

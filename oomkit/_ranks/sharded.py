@@ -392,12 +392,16 @@ class Sharded(Call):
             return False
         if self.reducing:
             if name == "all_reduce":  # of replicas
-                self.makes(_REPLICAS, self.reduced, 0)
+                group = self._groups[self.reduced]
+                if group.of.mesh_info.shard_mesh_size == 1:  # there is no reduce-scatter before it
+                    self.makes(_SCATTER, self.reduced, group.mask)
+                else:
+                    self.makes(_REPLICAS, self.reduced, 0)
             return False
         if self.proving and name == "all_reduce":
             return True  # what is compared is this rank's
         if self.proving or _C._where() == _EARLIER:
-            raise refuse_in_parts(self, name)
+            raise refuse_in_parts(self.cannot, name)
         if self.asks(FINE, matters.OWN):
             self._knows = True
             self.stop()

@@ -44,9 +44,9 @@ _COLLECTIVES = (
     "reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send send_object_list"
 ).split()
 _FUNCTIONAL = (
-    "all_gather_tensor all_gather_tensor_autograd all_reduce all_reduce_coalesced "
-    "all_to_all_single all_to_all_single_autograd broadcast permute_tensor "
-    "reduce_scatter_tensor reduce_scatter_tensor_autograd"
+    "all_gather_into_tensor_coalesced all_gather_tensor all_gather_tensor_autograd all_reduce "
+    "all_reduce_coalesced all_to_all_single all_to_all_single_autograd broadcast permute_tensor "
+    "reduce_scatter_tensor reduce_scatter_tensor_autograd reduce_scatter_tensor_coalesced"
 ).split()
 _POINT_TO_POINT = frozenset({"recv", "recv_object_list", "send", "send_object_list"})
 """Which gloo closes the connections of where a wait for them comes to its limit."""
@@ -404,7 +404,8 @@ def watch() -> None:
         _watch(dist, name)
     functional = sys.modules.get("torch.distributed._functional_collectives")
     for name in _FUNCTIONAL:
-        single = name.replace("_tensor", "_single")  # of torch 2.13, where the other calls it
+        # Of torch 2.13, where the other calls it.
+        single = name.replace("_into_tensor", "_single").replace("_tensor", "_single")
         _watch(functional, single if hasattr(functional, single) else name)
     _watch_waits()
     parts.watch()

@@ -234,6 +234,34 @@ def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str) -> N
         assert "all_reduce() of the step's own" in said or "torch.distributed.all_reduce" in said
 
 
+@pytest.mark.parametrize("at", ["begin", "before", "after"])
+def test_nobody_waits_for_a_step_with_a_collective_that_cannot_begin_again(at: str) -> None:
+    for said in results_of("steps:stays", 2, at=at):
+        assert said.startswith("RankError: rank 1 cannot continue: its step calls") or (
+            at == "begin" and "it has to begin again after all_reduce()" in said
+        )
+
+
+def test_buckets_are_made_anew_in_the_order_of_a_backward() -> None:
+    """Else their reduction hardly overlaps with it, for as long as the model lives."""
+    for bare, decorated in results_of("steps:buckets", 2):
+        assert decorated == bare
+        assert bare.startswith("11 10 9") and "," in bare
+
+
+def test_replicas_of_whole_shards_begin_again() -> None:
+    for rank, (found, errors) in enumerate(results_of("replicas:of_whole_shards", 2)):
+        assert found == ["nothing", True] * 4
+        assert errors == (4 if rank == 1 else 0)
+
+
+def test_an_error_after_an_update_is_nobodys_affair() -> None:
+    for rank, (bare, decorated) in enumerate(results_of("steps:goes_on", 2)):
+        assert decorated == bare
+        said = "ValueError: a loss that nobody likes" if rank == 1 else "nothing"
+        assert bare[0] == ["nothing", said, "nothing", "nothing", "nothing"]
+
+
 @pytest.mark.parametrize(("how", "kind"), with_rest(SOME_WAITING, WAITING))
 def test_an_error_reaches_a_rank_in_a_collective_of_the_steps_own(how: str, kind: str) -> None:
     """The rank that has it goes on, and closes no connection."""

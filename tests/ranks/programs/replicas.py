@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -64,3 +65,31 @@ def between(rank: Rank) -> dict[str, Any]:
     fails = rank.rank == rank.world - 1
     found["said"] = raised(lambda: step(x))
     return found
+
+
+def of_whole_shards(rank: Rank) -> list[Any]:
+    """Replicas that share nothing: one rank in each group of shards, and no reduce-scatter."""
+    prepare(rank)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+
+    def step(x: torch.Tensor) -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    torch.manual_seed(rank.rank + 1)
+    x = torch.randn(8, 4)
+    step(x)
+    expected = [p.grad.full_tensor().clone() for p in model.parameters()]
+    decorated = oomkit.auto_batch(step)
+    found: list[Any] = []
+    for phase, nth in (("forward", 1), ("forward", 3), ("backward", 1), ("backward", 3)):
+        armed = inject_oom(phase=phase, nth=nth)
+        with armed if rank.rank == 1 else contextlib.nullcontext():
+            found.append(raised(lambda: decorated(x)))
+        made = [p.grad.full_tensor() for p in model.parameters()]
+        found.append(all(torch.allclose(a, b) for a, b in zip(made, expected, strict=True)))
+    return [found, sum(record.ooms for record in decorated.records)]
