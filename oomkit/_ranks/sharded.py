@@ -453,7 +453,9 @@ class Sharded(Call):
             self.stop()
         if told:
             raise self.cannot(
-                "it makes another collective than another rank, at the same place of the step"
+                "it makes another collective than another rank, at the same place of the step "
+                "(parameters that are used on some ranks alone, experts without rows in a "
+                "micro-batch: call them with no rows, too)"
                 if told == OTHERS
                 else "it is too many collectives ahead of another rank"
             )
