@@ -394,4 +394,31 @@ MUTANTS = [
             "test_parameters_that_are_gathered_when_a_call_begins_or_ends[teacher-None]",
         ),
     ),
+    Mutant(
+        "buckets-in-any-order",
+        "the first reduction touches parameters in the order of a backward",
+        "oomkit/_ranks/reducer.py",
+        "            if self.finds or self.model._has_rebuilt_buckets:",
+        "            if used:",
+        ("ranks/test_steps.py::test_buckets_are_made_anew_in_the_order_of_a_backward",),
+    ),
+    Mutant(
+        "errors-after-an-update-told",
+        "an error after the updates of all ranks is the affair of one",
+        "csrc/ranks/agree.c",
+        "call->ranks.updated ? Py_True : Py_False",
+        "Py_False",
+        ("ranks/test_steps.py::test_an_error_after_an_update_is_nobodys_affair",),
+    ),
+    Mutant(
+        "own-collective-leaves-others",
+        "a rank that cannot begin again takes part in the reduction of the others",
+        "oomkit/_ranks/agreement.py",
+        "self.cannot if self._done > 0 else self.cannot_reduce, name",
+        "self.cannot, name",
+        (
+            "ranks/test_steps.py::"
+            "test_nobody_waits_for_a_step_with_a_collective_that_cannot_begin_again[after]",
+        ),
+    ),
 ]
