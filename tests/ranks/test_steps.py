@@ -236,7 +236,7 @@ def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str) -> N
 
 @pytest.mark.parametrize("at", ["begin", "before", "after"])
 def test_nobody_waits_for_a_step_with_a_collective_that_cannot_begin_again(at: str) -> None:
-    for said in results_of("steps:stays", 2, at=at):
+    for said in results_of("told:stays", 2, at=at):
         assert said.startswith("RankError: rank 1 cannot continue: its step calls") or (
             at == "begin" and "it has to begin again after all_reduce()" in said
         )
@@ -256,7 +256,7 @@ def test_replicas_of_whole_shards_begin_again() -> None:
 
 
 def test_an_error_after_an_update_is_nobodys_affair() -> None:
-    for rank, (bare, decorated) in enumerate(results_of("steps:goes_on", 2)):
+    for rank, (bare, decorated) in enumerate(results_of("told:goes_on", 2)):
         assert decorated == bare
         said = "ValueError: a loss that nobody likes" if rank == 1 else "nothing"
         assert bare[0] == ["nothing", said, "nothing", "nothing", "nothing"]

@@ -153,3 +153,55 @@ def in_hook(rank: Rank) -> list[list[Any]]:
         mine = rank.rank == rank.world - 1
         found.append(of[-1].run(x, y, at, *(case if mine else [-1, 0, []])))
     return found
+
+
+def stays(rank: Rank) -> str:
+    """A step with a collective of its own, in which a rank runs out of memory. Its process stays
+    until the others have come to their error: no closed connection tells them."""
+    model, optimizer, x, y = prepare(rank)
+    at = rank.arguments["at"]
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        for place in ("begin", "before", "after"):
+            if place == "before":
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+            elif place == "after":
+                optimizer.step()
+            if place == at:
+                dist.all_reduce(torch.ones(1))
+
+    def fails() -> None:
+        with inject_oom(phase="forward") if rank.rank == 1 else contextlib.nullcontext():
+            step(x, y)
+
+    step(x, y)
+    said = raised(fails)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"has its error {rank.rank}", "")
+    store.wait([f"has its error {other}" for other in range(rank.world)])
+    return said
+
+
+def goes_on(rank: Rank) -> list[Any]:
+    """An error of one rank after its update, which the program catches; the bare step beside."""
+    model, optimizer, x, y = prepare(rank)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(x: torch.Tensor, y: torch.Tensor, bad: bool) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if bad:
+            raise ValueError("a loss that nobody likes")
+
+    ends = []
+    for call in (step, oomkit.auto_batch(step)):
+        model.load_state_dict(start)
+        said = [
+            raised(lambda call=call, bad=bad: call(x, y, bad))  # type: ignore[misc]
+            for bad in (False, rank.rank == 1, False, False, False)
+        ]
+        ends.append([said, [value.tolist() for value in model.state_dict().values()]])
+    return ends
