@@ -390,6 +390,7 @@ typedef struct oomkit_cut {
     oomkit_scheduled scheduled;
     oomkit_stale stale;
     PyObject *offload; /* of ladder, owned: saved tensors on the host, or NULL */
+    int offloads;      /* ... on whichever rung: a run of a proof */
     PyObject
         *recompute; /* of ladder, owned: modules that are computed again, or NULL */
     PyObject *host_grads; /* of ladder, owned: hooks of the backward that runs (a dict),

@@ -154,15 +154,24 @@ oomkit_recompute_names(const oomkit_call *call)
 /* --- both --- */
 
 int
+oomkit_activations_offload(oomkit_call *call, int on)
+{
+    call->cut->offloads = on && oomkit_offload_possible(call->st);
+    return call->cut->offloads;
+}
+
+int
 oomkit_activations_enter(oomkit_call *call, int *entered)
 {
     const uint32_t rung = call->cut->plan.rung;
+    const int offloads = call->cut->offloads;
 
     *entered = OOMKIT_RUNG_SPLIT;
-    if (rung < OOMKIT_RUNG_ACTIVATIONS) {
+    if (rung < OOMKIT_RUNG_ACTIVATIONS && !offloads) {
         return 0;
     }
-    if (oomkit_rung_allowed(call, OOMKIT_RUNG_ACTIVATIONS) && offload_enter(call) < 0) {
+    if ((offloads || oomkit_rung_allowed(call, OOMKIT_RUNG_ACTIVATIONS)) &&
+        offload_enter(call) < 0) {
         return -1;
     }
     *entered = OOMKIT_RUNG_ACTIVATIONS;

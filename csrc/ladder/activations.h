@@ -15,6 +15,11 @@ oomkit_recompute_find(oomkit_call *call);
 PyObject *
 oomkit_recompute_names(const oomkit_call *call);
 
+/* From here on what is saved goes to the host, whatever the rung and ladder=, or no
+ * longer. 1, or 0 where that cannot be done. */
+int
+oomkit_activations_offload(oomkit_call *call, int on);
+
 /* Before the step's function is called, by call->cut->plan.rung: *entered is for
  * leaving. 0 or -1. */
 int

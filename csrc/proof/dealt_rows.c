@@ -67,16 +67,22 @@ dealt_cut(const oomkit_proof *p, int64_t together, int64_t *count)
     return made != NULL ? made : (oomkit_slice *)PyErr_NoMemory();
 }
 
-/* Rows as they are, in the call's own micro-batches, and dealt otherwise. Where random
- * numbers go with places in a micro-batch both times in these. 0 or -1. */
+/* Rows as they are, in the call's own micro-batches, which fit as they are and are the
+ * same in each turn, and dealt otherwise. Where random numbers go with places in a
+ * micro-batch both times in these. 0 or -1. */
 static int
-dealt_runs(oomkit_proof *p, const oomkit_slice *slices, int64_t count)
+dealt_runs(oomkit_proof *p, const oomkit_slice *slices, int64_t count, int turn)
 {
-    const int own = p->numbers == OOMKIT_NUMBERS_NONE;
+    const int own = p->numbers == OOMKIT_NUMBERS_NONE, on_host = p->on_host;
     oomkit_batch *batch = &p->call->batch;
-    int status = oomkit_proof_run(p, "whole of all", own ? p->cut.slices : slices,
-                                  own ? p->cut.count : count, NULL);
+    int status = 0;
 
+    if (!own || turn == 0) {
+        p->on_host = own ? 0 : on_host;
+        status = oomkit_proof_run(p, "whole of all", own ? p->cut.slices : slices,
+                                  own ? p->cut.count : count, NULL);
+        p->on_host = on_host;
+    }
     if (status == 0) {
         batch->dealt = p->dealt;
         status = oomkit_proof_run(p, "parts of all", slices, count, NULL);
@@ -102,7 +108,7 @@ dealt_turn(oomkit_proof *p, const oomkit_slice *slices, int64_t count, int turn,
                                    (long long)oomkit_unfit_multiple(p->call),
                                    draws ? Py_True : Py_False, turn);
     p->draw = draws ? turn : 0;
-    if (p->dealt != NULL && dealt_runs(p, slices, count) == 0) {
+    if (p->dealt != NULL && dealt_runs(p, slices, count, turn) == 0) {
         EXEMPT (p->call->st) {
             answer = PyObject_CallMethod(p->judge, "coupled", NULL);
         }

@@ -40,6 +40,7 @@ typedef struct oomkit_proof {
     int weakly;               /* rows that need not fit are run without a graph */
     int on_host;              /* the graph of a whole run is kept in host memory, or
                                  OOMKIT_ALL_ON_HOST */
+    int around_host;          /* ... of this run, by `around` */
     int own;                  /* these rows were cut as the call's own, no other way */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers: which */

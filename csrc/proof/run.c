@@ -270,15 +270,27 @@ run_leaves_device(const oomkit_proof *p, int64_t count)
     return p->on_host == OOMKIT_ALL_ON_HOST || (p->on_host && count == 1);
 }
 
-/* Where the graph of a whole run is kept from now on: around.method(). An exception in
- * flight stays. 0 or -1. */
+/* What the graphs of this run keep goes to host memory from now on. 0 or -1. */
 static int
-run_on_host(oomkit_proof *p, int64_t count, const char *method)
+run_on_host(oomkit_proof *p, int64_t count)
 {
-    if (!run_leaves_device(p, count) || p->call->device.type == OOMKIT_DEVICE_CPU) {
+    if (!run_leaves_device(p, count) || p->call->device.type == OOMKIT_DEVICE_CPU ||
+        oomkit_activations_offload(p->call, 1)) {
         return 0; /* of the CPU: run_is_uncounted() */
     }
-    return run_ask(p, p->around, method);
+    p->around_host = 1;
+    return run_ask(p, p->around, "on_host");
+}
+
+/* The end of that. An exception in flight stays. 0 or -1. */
+static int
+run_on_device(oomkit_proof *p)
+{
+    const int around = p->around_host;
+
+    p->around_host = 0;
+    (void)oomkit_activations_offload(p->call, 0);
+    return around ? run_ask(p, p->around, "on_device") : 0;
 }
 
 /* Is the graph of a whole run kept beside what a budget of the CPU counts? Nothing is
@@ -415,16 +427,19 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         status = run_dealt(p);
     }
     if (status == 0) {
-        status = run_on_host(p, count, "on_host");
+        status = run_on_host(p, count);
     }
     if (status == 0 && (status = oomkit_proof_run_enter(p)) == 0) {
         status = slices_run(p, count);
-        if (oomkit_proof_run_leave(p) < 0 || run_on_host(p, count, "on_device") < 0) {
+        if (oomkit_proof_run_leave(p) < 0) {
             status = -1;
         }
         if (p->dealt != NULL && run_ask(p, p->dealt, "leave") < 0) {
             status = -1;
         }
+    }
+    if (run_on_device(p) < 0) {
+        status = -1;
     }
     if (status == 0) {
         call->cut->at = count - 1;

@@ -115,6 +115,27 @@ def test_activations_on_the_host_and_modules_computed_again(
     assert (host.out > 0) == ("activations" in ladder)
 
 
+def test_two_rows_are_proven_with_what_they_save_on_the_host(
+    host: HostMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One row fits, whose gradient says nothing of two. Pinned copies and no parameters: it is
+    done in the first step of a large model."""
+    plain = Deep(ladder=())
+    gc.collect()
+    before = allocated()
+    plain.run(1)
+    peak = (plain.step.records[-1].peak_allocated or 0) - before
+    del plain
+    _C._prove(True)  # a fixture has turned it off
+    program = Deep(rows=4, ladder=())
+    with room(int(1.5 * peak)), caplog.at_level("INFO", logger="oomkit"):
+        program.run(2)
+    assert [r.accumulation_steps for r in program.step.records] == [4, 4]
+    assert "proved the split of tower: 2 rows" in caplog.text
+    assert "not compared" not in caplog.text
+    assert host.out > 0 and host.left() == 0 and not host.faults
+
+
 def test_gradients_accumulate_on_the_host(host: HostMemory) -> None:
     program = Wide()
     with room(int(ENOUGH * LAYER)):

@@ -200,10 +200,12 @@ def test_without_deterministic_algorithms_it_is_rounding() -> None:
     """cuDNN may take another algorithm each time: 1e-4 of the largest value, in fp32."""
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = False  # it is one of those
     try:
         expected, got = both(Images, "whole", "fp32")
     finally:
         torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.allow_tf32 = True
     del expected["random"], got["random"]
     assert farthest(expected, got) < 1e-4
 
@@ -225,6 +227,7 @@ def test_a_loss_that_couples_rows_weakly_is_refused(tf32: bool) -> None:
         loss = F.cross_entropy(found, y)
         (loss + coupled * (mean * mean.log()).sum() if coupled else loss).backward()
 
+    torch.optim.AdamW(model.parameters(), lr=0.0).step()  # which imports what compiles
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
         oomkit.auto_batch(step, model=model, accumulation_steps=2)(x, y)
@@ -235,6 +238,28 @@ def test_a_loss_that_couples_rows_weakly_is_refused(tf32: bool) -> None:
         assert torch.backends.cudnn.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@on_a_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_what_autocast_would_hide_is_refused(dtype: torch.dtype) -> None:
+    """An entropy of the batch's mean, a hundredth of the gradient off in parts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 10)).to(DEVICE)
+    x, y = torch.randn(256, 32, device=DEVICE), torch.randint(0, 10, (256,), device=DEVICE)
+    coupled = 0.0
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        with torch.autocast("cuda", dtype):
+            found = model(x)
+            mean = found.softmax(-1).mean(0)
+            loss = F.cross_entropy(found, y) + coupled * (mean * mean.log()).sum()
+        loss.backward()
+
+    oomkit.auto_batch(step, model=model, accumulation_steps=4)(x, y)
+    coupled = 1.0
+    with pytest.raises(oomkit.SplitError, match=r"differs by 0\.0"):
+        oomkit.auto_batch(step, model=model, accumulation_steps=4)(x, y)
 
 
 def test_dropout_draws_what_the_undisturbed_run_draws() -> None:
