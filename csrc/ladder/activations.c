@@ -242,6 +242,12 @@ oomkit_activations_leave(oomkit_call *call, int entered)
 void
 oomkit_activations_end(oomkit_call *call)
 {
+    const int moved =
+        call->cut->offload != NULL && oomkit_offload_bytes(call->cut->offload) > 0;
+
     Py_CLEAR(call->cut->offload);
     Py_CLEAR(call->cut->recompute);
+    if (moved && call->cut->plan.rung < OOMKIT_RUNG_ACTIVATIONS) {
+        oomkit_host_unpin(call->st); /* of a proof; the next call of a rung uses it */
+    }
 }

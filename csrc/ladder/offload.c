@@ -156,9 +156,6 @@ offload_dealloc(PyObject *op)
     if (self->kept != NULL) {
         self->bridge->storages_release(self->kept, self->kept_count);
     }
-    if (self->moved_bytes > 0) {
-        oomkit_host_unpin(self->st);
-    }
     oomkit_addresses_free(&self->kept_set);
     MEMORY_CLEAR(self->kept);
     MEMORY_CLEAR(self->table);

@@ -202,6 +202,7 @@ oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request)
     if (!oomkit_rung_allowed(call, (oomkit_rung)entry->known.rung) ||
         oomkit_rung_is_roomy(&entry->known, room_without(call, request))) {
         oomkit_know_rung(&entry->known, 0, 0);
+        oomkit_host_unpin(call->st);
         return 1;
     }
     if (call->log.rung < entry->known.rung) {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -55,12 +57,35 @@ def _groups() -> list[tuple[Path, str, str]]:
     return found
 
 
+def _kept_by_torch() -> int:
+    """Bytes of pinned memory that nothing uses: torch keeps them for what asks next."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    try:
+        torch.cuda.synchronize()  # a block counts as used until its copies have ended
+        torch.empty(1, pin_memory=True)  # and torch has seen that, which it does here
+    except RuntimeError:
+        return 0
+    found = torch.cuda.host_memory_stats()
+    used = found.get("active_bytes.current")
+    return 0 if used is None else int(found["allocated_bytes.current"] - used)
+
+
 def available() -> int | None:
     """Bytes of host memory that this process may still take, ``None`` where that is not known.
 
     The least of what the machine has available (``/proc/meminfo``) and what the control groups
-    of this process leave (version 2 and 1).
+    of this process leave (version 2 and 1), and the pinned memory that torch keeps. That serves
+    sizes that were asked for before: more than half of the rest is given back first.
     """
+    left, kept = _left(), _kept_by_torch()
+    if left is not None and kept > left // 2:
+        torch._C._host_emptyCache()
+        left, kept = _left(), _kept_by_torch()
+    return None if left is None else left + kept
+
+
+def _left() -> int | None:
     figures = [_free_of_the_machine()]
     for folder, limit_name, used_name in _groups():
         limit, used = _number(folder / limit_name), _number(folder / used_name)

@@ -111,6 +111,7 @@ def test_activations_on_the_host_and_modules_computed_again(
         program = Deep(ladder=ladder)
         assert program.run(3) == losses
     assert same(program.picture(), expected) and host.left() == 0
+    assert host.emptied == 0, "pinned memory serves the next step, too: to pin it is slow"
     assert set(program.rungs) == {3 if ladder[0] == "activations" else 4}
     assert (host.out > 0) == ("activations" in ladder)
 
@@ -134,6 +135,7 @@ def test_two_rows_are_proven_with_what_they_save_on_the_host(
     assert "proved the split of tower: 2 rows" in caplog.text
     assert "not compared" not in caplog.text
     assert host.out > 0 and host.left() == 0 and not host.faults
+    assert host.emptied == 1, "nothing more of it is used"
 
 
 def test_gradients_accumulate_on_the_host(host: HostMemory) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from oomkit._ladder import host
 
@@ -72,3 +73,29 @@ def test_what_cannot_be_read_is_not_known(machine: Path, monkeypatch: pytest.Mon
     (machine / "meminfo").write_text("MemAvailable: many kB\n")
     monkeypatch.delattr(host.os, "sysconf")
     assert host.available() is None
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(20, 120), (60, 160)])
+def test_pinned_memory_that_torch_keeps_is_to_be_had(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, kept: int, expected: int
+) -> None:
+    """What is more than half of the rest is given back first: it may be of other sizes.
+
+    The machine has 100 MiB beside what torch keeps."""
+    given_back: list[None] = []
+
+    def empty() -> None:
+        given_back.append(None)
+        (machine / "meminfo").write_text(f"MemAvailable: {(100 + kept) * 1024} kB\n")
+
+    def stats() -> dict[str, int]:
+        cached = 0 if given_back else kept * MIB
+        return {"allocated_bytes.current": 7 * MIB + cached, "active_bytes.current": 7 * MIB}
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", stats)
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", empty, raising=False)
+    assert host.available() == expected * MIB
+    assert len(given_back) == (kept > 50)
