@@ -48,7 +48,19 @@ _FUNCTIONAL = (
     "all_reduce_coalesced all_to_all_single all_to_all_single_autograd broadcast permute_tensor "
     "reduce_scatter_tensor reduce_scatter_tensor_autograd reduce_scatter_tensor_coalesced"
 ).split()
-_POINT_TO_POINT = frozenset({"recv", "recv_object_list", "send", "send_object_list"})
+_METHODS = (
+    "_allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced "
+    "all_to_all_single allgather allgather_coalesced allgather_into_tensor_coalesced allreduce "
+    "allreduce_coalesced alltoall alltoall_base barrier broadcast gather monitored_barrier recv "
+    "recv_anysource reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced "
+    "reduce_scatter_tensor_coalesced scatter send"
+).split()
+_OF_GROUP = "ProcessGroup."
+_LIBRARIES = frozenset({"torch", __name__.partition(".")[0]})
+_POINT_TO_POINT = frozenset(
+    {"recv", "recv_object_list", "send", "send_object_list"}
+    | {_OF_GROUP + name for name in ("recv", "recv_anysource", "send")}
+)
 """Which gloo closes the connections of where a wait for them comes to its limit."""
 _LOOKS = datetime.timedelta(seconds=0.25)
 """Between two looks, in a collective of a step's own, for a rank that has failed in this call."""
@@ -407,8 +419,16 @@ def watch() -> None:
         # Of torch 2.13, where the other calls it.
         single = name.replace("_into_tensor", "_single").replace("_tensor", "_single")
         _watch(functional, single if hasattr(functional, single) else name)
+    for name in _METHODS:
+        _watch(dist.ProcessGroup, name)
     _watch_waits()
     parts.watch()
+
+
+def _asks_itself() -> bool:
+    """Has torch, or oomkit, called a method of a group? What they do by it is told of already."""
+    module = sys._getframe(2).f_globals.get("__name__", "")
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _watch_waits() -> None:
@@ -434,26 +454,31 @@ def _watch(module: Any, name: str) -> None:
     plain = getattr(module, name, None)
     if plain is None or hasattr(plain, "_oomkit_plain"):
         return
+    is_method = module is dist.ProcessGroup
+    told = _OF_GROUP + name if is_method else name
 
     @functools.wraps(plain)
     def collective(*args: Any, **kwargs: Any) -> Any:
+        if is_method and _asks_itself():
+            return plain(*args, **kwargs)
         world = _present
         agreement = None if world is None else world.present
-        if world is not None and world.hooked is not None and module is dist:
-            tensor = args[0] if args else next(iter(kwargs.values()), None)
+        if world is not None and world.hooked is not None and (module is dist or is_method):
+            given = (*args[is_method:], *kwargs.values(), None)[0]
+            tensor = given[0] if isinstance(given, (list, tuple)) and given else given
             ours = threading.get_ident() == world.thread
             return world.hooked.hook_makes(tensor, lambda: plain(*args, **kwargs), ours)
         if world is None or agreement is None:
-            _look(name, _C._where())
+            _look(told, _C._where())
             return plain(*args, **kwargs)
         if threading.get_ident() != world.thread and not agreement.reducing:
             return plain(*args, **kwargs)
-        if agreement.own_collective(name):
+        if agreement.own_collective(told):
             return None if module is dist else args[0]
         try:
             if agreement.is_models():
                 return _C.exempt(lambda: plain(*args, **kwargs))
-            return world.make(name, lambda: plain(*args, **kwargs))
+            return world.make(told, lambda: plain(*args, **kwargs))
         finally:
             agreement.own_collective_made()
 

@@ -234,11 +234,15 @@ def test_a_collective_of_the_steps_own_is_made_once(fails: int, phase: str) -> N
         assert "all_reduce() of the step's own" in said or "torch.distributed.all_reduce" in said
 
 
+@pytest.mark.parametrize("by_method", [False, True], ids=["function", "method"])
 @pytest.mark.parametrize("at", ["begin", "before", "after"])
-def test_nobody_waits_for_a_step_with_a_collective_that_cannot_begin_again(at: str) -> None:
-    for said in results_of("told:stays", 2, at=at):
+def test_nobody_waits_for_a_step_with_a_collective_that_cannot_begin_again(
+    at: str, by_method: bool
+) -> None:
+    name = "ProcessGroup.allreduce()" if by_method else "all_reduce()"
+    for said in results_of("told:stays", 2, at=at, by_method=by_method):
         assert said.startswith("RankError: rank 1 cannot continue: its step calls") or (
-            at == "begin" and "it has to begin again after all_reduce()" in said
+            at == "begin" and f"it has to begin again after {name}" in said
         )
 
 
@@ -338,6 +342,7 @@ IN_HOOK += [(3, place, 0, [4, 4]) for place in range(1, 5)]
 IN_HOOK += [(at, -1, nth, []) for at, most in ((2, 7), (3, 3)) for nth in range(1, most + 1)]
 IN_HOOK_BY: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
+    (2, {"by_method": True}),
     (2, {"gloo": True}),
     (2, {"nodes": [1, 1]}),
     (4, {"nodes": [2, 2]}),

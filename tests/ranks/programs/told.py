@@ -141,11 +141,14 @@ def in_hook(rank: Rank) -> list[list[Any]]:
     of = [_Compressed()]
     of[0].run(x, y, 1, -1, 0, [])  # from here on oomkit watches collectives
     plain: Any = dist.all_reduce
+    every = dist.distributed_c10d._get_default_group()
 
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         of[-1].made += 1
         of[-1].fails(of[-1].made)
-        return plain(*args, **kwargs)
+        if rank.arguments.get("by_method"):  # as a hook of somebody else's may
+            return every.allreduce([tensor])
+        return plain(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
     for at, *case in rank.arguments["cases"]:
@@ -159,7 +162,13 @@ def stays(rank: Rank) -> str:
     """A step with a collective of its own, in which a rank runs out of memory. Its process stays
     until the others have come to their error: no closed connection tells them."""
     model, optimizer, x, y = prepare(rank)
-    at = rank.arguments["at"]
+    at, group = rank.arguments["at"], dist.distributed_c10d._get_default_group()
+
+    def reduce(told: torch.Tensor) -> None:
+        if rank.arguments.get("by_method"):
+            group.allreduce([told]).wait()
+        else:
+            dist.all_reduce(told)
 
     @oomkit.auto_batch
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -170,7 +179,7 @@ def stays(rank: Rank) -> str:
             elif place == "after":
                 optimizer.step()
             if place == at:
-                dist.all_reduce(torch.ones(1))
+                reduce(torch.ones(1))
 
     def fails() -> None:
         with inject_oom(phase="forward") if rank.rank == 1 else contextlib.nullcontext():
