@@ -111,6 +111,7 @@ sequence_skipped(oomkit_call *call)
 {
     struct oomkit_step *step = call->step;
     const oomkit_sequence *first = &call->cut->sequence[0];
+    OWNED PyObject *recorded = NULL;
     const char *what = NULL;
     int i, updates = call->sequence_waived;
 
@@ -135,6 +136,10 @@ sequence_skipped(oomkit_call *call)
     }
     if (what == NULL || step->whole.said) {
         return 0;
+    }
+    recorded = PyObject_CallNoArgs(call->st->is_grad_enabled);
+    if (recorded != Py_True) {
+        return recorded == NULL ? -1 : 0; /* an evaluation by the same step */
     }
     step->whole.said = 1;
     return oomkit_warn(

@@ -388,6 +388,24 @@ def test_a_step_that_skips_small_batches_is_said(what: str) -> None:
             step(x)  # nothing is known of whole calls
 
 
+def test_a_step_that_also_evaluates_skips_nothing() -> None:
+    model = nn.Linear(4, 3)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        if torch.is_grad_enabled():
+            loss.backward()
+        return loss.detach()
+
+    x = torch.ones(8, 4)
+    step(x)
+    with torch.no_grad(), inject_oom(nth=1, phase="forward"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(x)
+    assert step.records[-1].accumulation_steps == 2
+
+
 def test_a_missing_gradient_is_explained() -> None:
     model = nn.Linear(4, 3)
 
