@@ -523,7 +523,7 @@ def _refusal(model: Any) -> str | None:
         return why
     if model.mixed_precision is not None:
         return "mixed_precision= of DistributedDataParallel keeps copies of parameters"
-    if getattr(model, "_delay_all_reduce_all_params", False) or model._use_python_reducer:
+    if getattr(model, "_delay_all_reduce_params", None) or model._use_python_reducer:
         return "its reduction is delayed, or torch.compile's"
     if model.process_group.size() != dist.get_world_size():
         return "its process group is not that of all ranks"

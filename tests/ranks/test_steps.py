@@ -27,6 +27,7 @@ REFUSED = {
     "megatron": "ranks's MegatronModule is not supported",
     "fsdp1": "torch's FullyShardedDataParallel is not supported",
     "subgroup": "its process group is not that of all ranks",
+    "delayed": "its reduction is delayed",
     "buffer hook": "it has a hook for its buffers",
     "fsdp, kept": "set_reshard_after_backward(False)",
     "fsdp, replicas": "set_requires_all_reduce(False)",

@@ -414,7 +414,11 @@ def _refused_ddp(how: str) -> Any:
     given: dict[str, Any] = {"static_graph": how.startswith("static")}
     if how == "subgroup":
         given["process_group"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    model = DistributedDataParallel(_Rows(), **given)
+    rows = _Rows()
+    if how == "delayed":
+        weight, bias = rows.named_parameters()
+        given |= {"delay_all_reduce_named_params": [weight], "param_to_hook_all_reduce": bias[1]}
+    model = DistributedDataParallel(rows, **given)
     if how in ("static, joined", "joined, another torch"):
         model.join()
     elif how == "joined second":
