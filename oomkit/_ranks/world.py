@@ -421,6 +421,7 @@ def watch() -> None:
         _watch(functional, single if hasattr(functional, single) else name)
     for name in _METHODS:
         _watch(dist.ProcessGroup, name)
+        _leave_to_subclasses(name)
     _watch_waits()
     parts.watch()
 
@@ -429,6 +430,26 @@ def _asks_itself() -> bool:
     """Has torch, or oomkit, called a method of a group? What they do by it is told of already."""
     module = sys._getframe(2).f_globals.get("__name__", "")
     return module.partition(".")[0] in _LIBRARIES
+
+
+def _leave_to_subclasses(name: str) -> None:
+    """A group of a class in Python, whose method of C++ looks for one in Python to call: it is not
+    ours. pybind11 looks whether the frame it is called from has that name, and the same self."""
+    watched: Any = getattr(dist.ProcessGroup, name, None)
+    plain = getattr(watched, "_oomkit_plain", None)
+    if plain is None or watched.__code__.co_name == name:
+        return
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not dist.ProcessGroup or _asks_itself():
+            return plain(self, *args, **kwargs)
+        return watched(self, *args, **kwargs)
+
+    made: Any = method
+    made.__code__ = made.__code__.replace(co_name=name)
+    made._oomkit_plain = plain
+    setattr(dist.ProcessGroup, name, made)
 
 
 def _watch_waits() -> None:
@@ -441,7 +462,7 @@ def _watch_waits() -> None:
     @functools.wraps(plain)
     def wait(self: Any, timeout: datetime.timedelta = _NO_LIMIT) -> Any:
         world = _present
-        if world is None or world.present is None:
+        if type(self) is not work or world is None or world.present is None:
             return plain(self, timeout)
         return world.wait(self, plain, timeout)
 
@@ -459,8 +480,6 @@ def _watch(module: Any, name: str) -> None:
 
     @functools.wraps(plain)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if is_method and _asks_itself():
-            return plain(*args, **kwargs)
         world = _present
         agreement = None if world is None else world.present
         if world is not None and world.hooked is not None and (module is dist or is_method):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -252,3 +254,47 @@ def test_a_rank_that_is_stopped_is_told_of() -> None:
         ended = finish()
     assert not ended[0].hung
     assert "is stopped" in ended[0].error and "rank 1" in ended[0].error
+
+
+def test_classes_of_groups_and_works_in_python_stay_as_they_are() -> None:
+    """Methods of torch look for one in Python to call, which what oomkit puts there is not."""
+    program = """
+import datetime
+import types
+import torch
+import torch.distributed as dist
+from oomkit._ranks import world
+
+class Group(dist.ProcessGroup):
+    def __init__(self):
+        super().__init__(0, 1)
+
+class Work(dist.Work):
+    def wait(self, timeout=None):
+        return super().wait(datetime.timedelta(milliseconds=1))
+
+def said(call):
+    try:
+        return str(call())
+    except Exception as error:
+        return str(error).splitlines()[0]
+
+if "watched" in sys.argv:
+    world.watch()
+    wait = lambda work, plain, limit: plain(work, limit)
+    world._present = types.SimpleNamespace(present=True, wait=wait)
+tensor = torch.ones(1)
+print(said(Group().barrier), said(lambda: Group().broadcast([tensor])), said(Work().wait))
+"""
+    plain, watched = (
+        subprocess.run(
+            [sys.executable, "-c", f"import sys\n{program}", *more],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for more in ([], ["watched"])
+    )
+    assert watched == plain
+    assert "No backend" in plain
