@@ -278,8 +278,8 @@ run_on_host(oomkit_proof *p, int64_t count)
         oomkit_activations_offload(p->call, 1)) {
         return 0; /* of the CPU: run_is_uncounted() */
     }
-    p->around_host = 1;
-    return run_ask(p, p->around, "on_host");
+    p->around_host = run_ask(p, p->around, "on_host") == 0; /* else nothing to end */
+    return p->around_host ? 0 : -1;
 }
 
 /* The end of that. An exception in flight stays. 0 or -1. */
