@@ -93,7 +93,7 @@ def _model(kind: str, width: int) -> tuple[nn.Module, Any]:
     for _ in range(LAYERS):
         layers += [nn.Linear(width, width), nn.ReLU()]
     model: nn.Module = nn.Sequential(*layers)
-    if kind.startswith("DDP"):
+    if "DDP" in kind:
         model = DistributedDataParallel(model)
     else:
         for layer in layers[::2]:
@@ -241,11 +241,15 @@ def _exchanges(
     }
 
 
-def _all(world: int, count: int) -> dict[str, tuple[float, float]]:
+STEPS = {"DDP": 10, "FSDP2": 20}
+"""Kinds of models, and for one step of each: how many votes."""
+
+
+def _all(world: int, count: int, kinds: list[str]) -> dict[str, tuple[float, float]]:
     """Votes and steps."""
     found = _votes(count)
-    for kind, steps in (("DDP", count // 10), ("FSDP2", count // 20)):
-        found |= _steps(kind, max(20, steps))
+    for kind in kinds:
+        found |= _steps(kind, max(20, count // STEPS[kind]))
     if world <= (os.cpu_count() or 1):
         found |= _healthy("wide DDP", 1024, max(20, count // 40))[0]
     return found
@@ -255,7 +259,8 @@ BLOCKS = {256: 20, 512: 20, 1024: 10}
 """Steps of a block, by the width of the model."""
 
 
-def _rank(rank: int, world: int, folder: str, count: int, machines: list[int], blocks: int) -> None:
+def _rank(rank: int, folder: str, machines: list[int], given: argparse.Namespace) -> None:
+    world = sum(machines)
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -266,12 +271,12 @@ def _rank(rank: int, world: int, folder: str, count: int, machines: list[int], b
     of = [f"machine {number}" for number, ranks in enumerate(machines) for _ in range(ranks)]
     if len(machines) > 1:
         worlds._node = lambda: of[rank]
-    if blocks > 0:
+    if given.blocks > 0:
         found = {}
         for width, steps in BLOCKS.items():
-            found |= _in_blocks(width, steps, blocks)
+            found |= _in_blocks(width, steps, given.blocks)
     else:
-        found = _all(world, count)
+        found = _all(world, given.count, given.kinds)
     if rank == 0:
         lines = [f"{n:50s} {median:10.2f} {late:10.2f}" for n, (median, late) in found.items()]
         Path(folder, "table").write_text("\n".join(lines))
@@ -291,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--machines", nargs="*", default=["2+2", "1+1"], help="ranks of each")
+    parser.add_argument("--kinds", nargs="*", default=list(STEPS), choices=STEPS)
     parser.add_argument("--count", type=int, default=2000, help="votes of each kind")
     parser.add_argument(
         "--blocks", type=int, default=0, help="healthy steps alone, in so many blocks of each kind"
@@ -306,12 +312,10 @@ def main() -> None:
     late = "spread" if given.blocks > 0 else "p99"
     for text in [*map(str, given.ranks), *given.machines]:
         machines = [int(ranks) for ranks in text.split("+")]
-        world = sum(machines)
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "port").write_text(str(_free_port()))
-            arguments = (world, folder, given.count, machines, given.blocks)
-            processes.spawn(_rank, arguments, nprocs=world)
+            processes.spawn(_rank, (folder, machines, given), nprocs=sum(machines))
             of = " + ".join(map(str, machines))
             title = f"{of} ranks (load before it: {load:.1f})"
             lines += ["", f"{title:50s} {'median':>10s} {late:>10s}"]

@@ -15,7 +15,7 @@ rungs come into use; at last the host is spared what autograd saves. On the CPU 
 memory outside the budget.
 
     python examples/larger_than_memory.py                  # under a minute of one core
-    python examples/larger_than_memory.py --device cuda    # 1.3 billion parameters, 12 GiB
+    python examples/larger_than_memory.py --device cuda    # 0.7 billion parameters, 9 GiB
 
 On the CPU the same training without a limit comes last, for comparison. Exit status 1 when the
 plain program does not die, when losses differ, or when the loss does not go down.
@@ -79,8 +79,8 @@ SCALES = {
         (Part(12, "40MiB"), Part(12, "30MiB"), Part(12, "24MiB"), Part(12, "26MiB", SPARED)),
     ),
     "cuda": Scale(
-        *(24, 2048, 16, 1024, 32768, 32),
-        (Part(10, "16GiB"), Part(10, "13GiB"), Part(10, "12GiB"), Part(10, "13GiB", SPARED)),
+        *(12, 2048, 16, 1024, 32768, 8),
+        (Part(8, "9GiB"), Part(8, "7.25GiB"), Part(8, "6.75GiB"), Part(8, "7.25GiB", SPARED)),
     ),
     "tiny": Scale(
         *(4, 64, 4, 32, 64, 8),
