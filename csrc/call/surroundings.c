@@ -88,7 +88,12 @@ oomkit_wrappers(oomkit_call *call)
     Py_ssize_t i;
 
     for (i = 0; found != NULL && roots != NULL && i < PyList_GET_SIZE(roots); i++) {
-        OWNED PyObject *root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
+        OWNED PyObject *root = NULL;
+        if (call->parts->wrapped > 0 &&
+            PyList_GET_SIZE(found) == call->parts->wrapped) {
+            break; /* in each call of a healthy step: there are no more */
+        }
+        root = oomkit_reference_get(PyList_GET_ITEM(roots, i));
         if (root == NULL || Py_TYPE(root) == last) {
             continue;
         }
@@ -124,7 +129,7 @@ oomkit_wrappers_any(oomkit_call *call)
         if (found == NULL) {
             return -1;
         }
-        call->parts->wrapped = PyList_GET_SIZE(found) > 0 ? 1 : -1;
+        call->parts->wrapped = PyList_GET_SIZE(found) > 0 ? PyList_GET_SIZE(found) : -1;
     }
     return call->parts->wrapped > 0;
 }

@@ -134,8 +134,8 @@ typedef struct oomkit_participants {
     int looked_for_accelerators; /* the same for accelerate's Accelerator */
     int looked_for_hidden; /* schedulers out of the search's sight were looked for */
     int norm_said;         /* the BatchNorm warning was given */
-    int wrapped;           /* a module among them wraps others for several ranks: 1, -1
-                              none does, 0 not looked for */
+    Py_ssize_t wrapped;    /* how many of them wrap others for several ranks; -1 if none
+                              does, 0 before it was asked */
 } oomkit_participants;
 
 /* Finds the participants of a function for these arguments. New reference (release with

@@ -109,9 +109,8 @@ class Agreement(Call):
         world.present = self
         for reducer in self._reducers:
             reducer.attempt_begins()
-            attributes = reducer.model.__dict__
-            attributes["reducer"] = reducer
-            attributes["_sync_buffers"] = functools.partial(self._second_broadcast, reducer)
+            reducer.of["reducer"] = reducer
+            reducer.of["_sync_buffers"] = functools.partial(self._second_broadcast, reducer)
 
     def _enter(self) -> None:
         """Others wait in these collectives, so that memory for them is tried for again, whatever
@@ -153,8 +152,8 @@ class Agreement(Call):
                 reducer.sent_buffers = True
             elif model.broadcast_buffers and model.modules_buffers:
                 reducer.sent_buffers = buffers.are_as_sent(model)
-            reducer.broadcasts = model.require_forward_param_sync
-            model.require_forward_param_sync = UNTOUCHED
+            reducer.broadcasts = reducer.of["require_forward_param_sync"]
+            reducer.of["require_forward_param_sync"] = UNTOUCHED
 
     @property
     def is_whole(self) -> bool:
@@ -197,7 +196,7 @@ class Agreement(Call):
     def micro_begins(self) -> int:
         """One of them, for real or for a proof: its forward broadcasts nothing."""
         for reducer in self._reducers:
-            reducer.model.require_forward_param_sync = UNTOUCHED
+            reducer.of["require_forward_param_sync"] = UNTOUCHED
             reducer.micro_begins()
         return 0
 
@@ -393,9 +392,8 @@ class Agreement(Call):
         if self._joined is not None:
             self._joined.leave(forwards=self._reducers[0].has_run())
         for reducer in self._reducers:
-            attributes = reducer.model.__dict__
-            attributes["reducer"] = reducer.real
-            attributes.pop("_sync_buffers", None)
+            reducer.of["reducer"] = reducer.real
+            reducer.of.pop("_sync_buffers", None)
             reducer.leave()
             reducer.gives_back()
         try:
@@ -590,9 +588,11 @@ def enter(step: object, label: str, models: list[Any], weighs: bool = False) -> 
         models: DistributedDataParallel, or what fully_shard() has made, or stages of pipelines.
         weighs: it has ``global_weight=True``.
     """
-    if not torch.is_grad_enabled() or not (dist.is_available() and dist.is_initialized()):
+    if not torch.is_grad_enabled():
         return None
     world = present()
+    if world is None and not (dist.is_available() and dist.is_initialized()):
+        return None
     if world is not None and len(models) == 1 and not weighs and _is_known(world, models[0]):
         world.enters()
         return _begin(world, step, models)

@@ -24,9 +24,25 @@ class Call:
     sharded = False
     """Its model is sharded: it is put back before anything else is, by `back()`."""
     stopped = False
+    """Another rank has failed, which ended the present attempt by an error."""
     updated = False
     """The call has ended, with all its updates made."""
-    """Another rank has failed, which ended the present attempt by an error."""
+    trouble = False
+    committed = False
+    tight = 0
+    """How near memory was to its end in an update of some rank, as in csrc/ranks/agree.h."""
+    settled = False
+    """The updates of all ranks are known to have worked."""
+    lost = False
+    """Or it is known that one has not, for good."""
+    told = False
+    """The others, that this rank cannot go on, or this rank by them."""
+    own = ""
+    """A collective of the step's own that was made."""
+    weighs = False
+    """It has something to vote on at its begin."""
+    reducing = False
+    """Collectives are its model's."""
 
     def __init__(self, world: World, step: object) -> None:
         self.world = world
@@ -34,22 +50,6 @@ class Call:
         world.begin(self.sharded)
         self.eased = step in world.at_ease
         """All ranks came through its last call without trouble."""
-        self.trouble = False
-        self.committed = False
-        self.tight = 0
-        """How near memory was to its end in an update of some rank, as in csrc/ranks/agree.h."""
-        self.settled = False
-        """The updates of all ranks are known to have worked."""
-        self.lost = False
-        """Or it is known that one has not, for good."""
-        self.told = False
-        """The others, that this rank cannot go on, or this rank by them."""
-        self.own = ""
-        """A collective of the step's own that was made."""
-        self.weighs = False
-        """It has something to vote on at its begin."""
-        self.reducing = False
-        """Collectives are its model's."""
 
     # ---- told by the engine, in C
 

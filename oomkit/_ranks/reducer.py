@@ -71,7 +71,9 @@ class Reducer:
     """Its next reduction is torch's first one of a static graph."""
 
     def __init__(self, agreement: Agreement, model: Any) -> None:
-        self.real = model.reducer
+        self.of = vars(model)
+        """Its attributes, which a module sets by a call of its own."""
+        self.real = self.of["reducer"]
         self.model = model
         self.due = False
         """A forward has synchronised, and its gradients were not reduced."""
@@ -116,16 +118,16 @@ class Reducer:
 
     def has_run(self) -> bool:
         """Has there been a forward?"""
-        return self.model.require_forward_param_sync is not UNTOUCHED
+        return self.of["require_forward_param_sync"] is not UNTOUCHED
 
     def will_broadcast(self) -> bool:
         """Does the first forward of the next call begin with a broadcast of buffers?"""
-        return bool(self.model.require_forward_param_sync if self.has_run() else self.broadcasts)
+        return bool(self.of["require_forward_param_sync"] if self.has_run() else self.broadcasts)
 
     def gives_back(self) -> None:
         """The model's, where there was no forward."""
         if not self.has_run():
-            self.model.require_forward_param_sync = self.broadcasts
+            self.of["require_forward_param_sync"] = self.broadcasts
 
     @functools.cached_property
     def params(self) -> list[torch.Tensor]:

@@ -507,9 +507,8 @@ def _watch(module: Any, name: str) -> None:
 
 def present() -> World | None:
     """That of the present default group, if its ranks have met."""
-    if _present is None or not dist.is_initialized():
-        return None
-    return _present if _present.group() is dist.distributed_c10d._get_default_group() else None
+    group = None if _present is None else _present.group()
+    return _present if group is not None and group is dist.group.WORLD else None
 
 
 def meet() -> World:

@@ -104,7 +104,7 @@ WAITING = list(itertools.product(WAITS, KINDS))
 SOME_WAITING = sampled(WAITING, 2, "waiting", kind=lambda case: case[1])
 ROWS = list(itertools.product((1, 3), KINDS))  # the last one's are known when others
 SOME_ROWS = sampled(ROWS, 2, "rows", kind=lambda case: case[1])  # have reduced
-SOME_USED = [*shards.USED] if WHOLE else ["last"]  # what is told in more than a step, soonest
+SOME_USED = [*shards.USED] if WHOLE else ["last", "by_rank"]  # what is told in more than a step
 GATHERED = list(itertools.product(shards.GATHERED, (None, False)))
 SOME_GATHERED = [("evaluated", False), ("teacher", None)]
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {

@@ -24,8 +24,10 @@ USED: dict[str, list[int]] = {
     "most": [i for i in range(PARAMETERS) if i % 7 != 3],
     "last": list(range(80, PARAMETERS)),
     "first": list(range(30)),
+    "by_rank": list(range(PARAMETERS)),
 }
-"""Parameters that a step uses: all of them, or some whose mask fits into a told step or not."""
+"""Parameters that a step uses: all of them, or some whose mask fits into a told step or not; or
+those that have gradients where each rank uses others, and torch adds zeros for the rest."""
 
 
 class Many(nn.Module):
@@ -35,6 +37,8 @@ class Many(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList([torch.randn(4) for _ in range(PARAMETERS)])
         self.used = USED[used]
+        if used == "by_rank":
+            self.used = self.used[15 * dist.get_rank() :][:40]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i in self.used:
@@ -45,6 +49,7 @@ class Many(nn.Module):
 def _sharded(used: str) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(0)
     model: Any = fully_shard(Many(used))
+    model.set_reduce_scatter_unused_params(used == "by_rank")
     return model, torch.randn(8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
