@@ -153,7 +153,7 @@ class Group:
                 trained |= bit
             if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None:
                 self.mask |= bit
-        # With set_reduce_scatter_unused_params(True), which is 2.13's, torch adds zeros for the rest.
+        # With set_reduce_scatter_unused_params(True) (torch 2.13) zeros are added for the rest.
         if self.mask == trained or getattr(self.of, "reduce_scatter_unused_params", False):
             self.mask = _ALL
         self.call.reducing, self.call.reduced = True, self.index
