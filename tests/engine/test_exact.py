@@ -19,7 +19,7 @@ from oomkit.testing import inject_oom
 pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 
 KINDS = ["mlp", "conv", "gpt"]
-PLACES = 6  # of each phase
+PLACES = 3  # of each phase
 
 
 def _run(world: World, form: str, fault: dict[str, Any] | None, **options: Any) -> Any:

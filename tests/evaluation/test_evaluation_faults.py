@@ -19,7 +19,7 @@ def _quiet():
 @pytest.mark.parametrize("kind", TIMES)
 @pytest.mark.parametrize("name", FORMS)
 def test_each_allocation_of_an_evaluation(name, kind):
-    first, every = stride(67 if "generate" in name else 2)
+    first, every = stride(67 if "generate" in name else 3)
     found = sweep(name, kind, every, first)
     assert found.failures == []
     assert found.faults >= 2

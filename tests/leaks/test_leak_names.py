@@ -24,6 +24,7 @@ from helpers.leak_uses import (
     nothing_else_counted,
     public_names,
 )
+from helpers.sample import sampled, with_rest
 
 import oomkit
 from leaks.leak_slope import FORMS, resident, slope
@@ -61,7 +62,7 @@ def test_a_new_name_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", with_rest(sampled([*USES], 12, "uses"), [*USES]))
 def test_a_use_leaves_nothing(name: str) -> None:
     assert grown(USES[name], TIMES) == {}
 

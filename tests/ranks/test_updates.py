@@ -335,8 +335,10 @@ def test_an_update_that_makes_collectives_is_made_again_by_all(way: str) -> None
             assert (found["votes"] > 3) == (name != "well"), name
 
 
-@pytest.mark.parametrize("nth", [1, 5])
-@pytest.mark.parametrize("hurt", [[0], [1], [0, 1]])
+HURT = list(itertools.product([[0], [1], [0, 1]], [1, 5]))
+
+
+@pytest.mark.parametrize(("hurt", "nth"), with_rest(sampled(HURT, 2, "hurt"), HURT))
 def test_such_an_update_without_copies_is_an_error_on_all(hurt: list[int], nth: int) -> None:
     case = {**ADAM, "hurt": hurt, "nth": nth, "times": 1}
     said = "PartialUpdate: ZeroRedundancyOptimizer.step() ran out of memory after it had changed"
@@ -346,8 +348,10 @@ def test_such_an_update_without_copies_is_an_error_on_all(hurt: list[int], nth: 
         assert one["error"].startswith(f"{of}{said}") and one["seconds"] < 5.0
 
 
-@pytest.mark.parametrize("options", [{}, PARTS, COPY])
-@pytest.mark.parametrize("at", [2, 3])
+BROKEN = list(itertools.product([2, 3], [{}, PARTS, COPY]))
+
+
+@pytest.mark.parametrize(("at", "options"), with_rest(sampled(BROKEN, 2, "broken"), BROKEN))
 def test_an_update_is_not_made_again_once_it_has_made_a_collective(
     at: int, options: dict[str, Any]
 ) -> None:

@@ -31,7 +31,7 @@ def usable(folder: Path, flags: list[str]) -> bool:
     return build(program, [source], flags).returncode == 0 and run(program).returncode == 0
 
 
-@pytest.mark.parametrize("kind", with_rest(["plain", "thread"], [*KINDS]))
+@pytest.mark.parametrize("kind", with_rest(["thread"], [*KINDS]))
 def test_the_vote(kind: str, tmp_path: Path) -> None:
     if not usable(tmp_path, KINDS[kind]):
         pytest.skip(f"no {kind} sanitizer")
