@@ -1,9 +1,10 @@
 """A part of evaluation_faults.py: some allocations of each model; `make prove` fails every one."""
 
+import itertools
 import logging
 
 import pytest
-from helpers.sample import stride
+from helpers.sample import sampled, stride
 
 import oomkit
 from evaluation.evaluation_faults import FORMS, TIMES, Found, World, one_fault, sweep
@@ -16,8 +17,10 @@ def _quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("kind", TIMES)
-@pytest.mark.parametrize("name", FORMS)
+CASES = list(itertools.product(FORMS, TIMES))
+
+
+@pytest.mark.parametrize(("name", "kind"), sampled(CASES, 10, "forms", kind=lambda case: case[0]))
 def test_each_allocation_of_an_evaluation(name, kind):
     first, every = stride(67 if "generate" in name else 3)
     found = sweep(name, kind, every, first)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
+import itertools
 import logging
 import pickle
 import sys
@@ -284,9 +285,14 @@ def test_a_thousand_calls_hold_nothing_more(name: str) -> None:
         assert host_bytes() <= host + (1 << 20)
 
 
-@pytest.mark.parametrize("times", [1, None], ids=["once", "for good"])
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", CLIMBED)
+FAULTS = list(itertools.product(CLIMBED, PHASES, (1, None)))
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "times"),
+    sampled(FAULTS, 20, "faults", kind=lambda case: case[:2]),
+    ids=lambda of: {1: "once", None: "for good"}.get(of, of),
+)
 def test_the_demos_gpt(name: str, phase: str, times: int | None) -> None:
     seen = faulted(name, phase, 10**9, 1)[1].seen
     ended = 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.sample import with_rest
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -212,7 +213,7 @@ def test_views_that_are_read_otherwise_stay(make: Callable[[torch.Tensor], torch
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", with_rest(["aot_eager"], ["aot_eager", "inductor"]))
 def test_compiled_functions(backend: str) -> None:
     """AOTAutograd saves by a function of its own; a new offload compiles nothing anew."""
     testing = pytest.importorskip("torch._dynamo.testing")

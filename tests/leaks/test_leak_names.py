@@ -62,7 +62,7 @@ def test_a_new_name_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
-@pytest.mark.parametrize("name", with_rest(sampled([*USES], 12, "uses"), [*USES]))
+@pytest.mark.parametrize("name", with_rest(sampled([*USES], 8, "uses"), [*USES]))
 def test_a_use_leaves_nothing(name: str) -> None:
     assert grown(USES[name], TIMES) == {}
 

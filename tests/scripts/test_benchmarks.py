@@ -42,6 +42,7 @@ def followed(peers, adapter, fault=None, **changes):
     return watch.finish()
 
 
+@pytest.mark.whole
 def test_latency_runs(tmp_path):
     output = tmp_path / "latency.txt"
     arguments = ("--quick", "--output", str(output))
@@ -55,6 +56,7 @@ def test_latency_runs(tmp_path):
     assert len(rows) == 20
 
 
+@pytest.mark.whole
 def test_ladder_runs(tmp_path):
     """Without packages that need an environment of their own."""
     pytest.importorskip("matplotlib")
