@@ -123,7 +123,8 @@ class Sharded(World):
             assert isinstance(loss, torch.Tensor)
             return loss.detach()
         if self.option == "clip":
-            nn.utils.clip_grad_norm_(self.nets[0].parameters(), 0.3)
+            norm: Any = nn.utils.clip_grad_norm_(self.nets[0].parameters(), 0.3)
+            assert norm.full_tensor() >= 0
         self.scaler.step(self.optimizer)
         self.scaler.update()
         assert isinstance(loss, torch.Tensor)
