@@ -38,6 +38,7 @@ from .weights import (
     decisive,
     facts,
     is_varied,
+    less_likely,
     pairs,
     settled,
     undecided,
@@ -747,17 +748,19 @@ class Proof:
         for i in {*whole, *one, *two}:
             inner.add(*(run.get(i) for run in (whole, one, two)), device=at[i])
         terms = [(whole[i], one[i], two[i], at[i]) for i in whole if i in one and i in two]
-        found = []
-        for weigher in candidates(leaves, self.modules(), facts(self.tried)):
+
+        def fits(weigher: Weigher) -> bool:
             weights = weigher.shares(cut)
-            if (
+            return (
                 weights is not None
                 and inner.residual(*weights) <= max(self._limit, _SQUARED)
                 and left(whole, one, two, weights, at) <= self._limit
                 and not (self._limit >= COARSE and slope(terms, weights, apart=True)[0])
-            ):
-                found.append(weigher)
-        return found
+            )
+
+        of = leaves, self.modules(), facts(self.tried)
+        rest = less_likely(*of, cut, inner.residual) if self._limit < COARSE else ()
+        return list(filter(fits, [*candidates(*of), *rest]))
 
     def weighed(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "decisive",
     "facts",
     "is_varied",
+    "less_likely",
     "pairs",
     "settled",
     "undecided",
@@ -41,6 +42,7 @@ _CLASSES = 100_000  # of a vector that may hold weights of classes, at most
 _ASKED = 3.0  # times that labels are looked for where they differ
 TOLD = 1e-3  # a difference of two parts' weights that gradients can tell
 _NEWS = 8  # proofs because of a label beyond all that were seen: others are running numbers
+_ALIKE = 4  # numbers of columns that one place need not tell apart, at most
 _MORE = 2.0  # times the difference that was tried before: worth to try again
 
 
@@ -57,6 +59,7 @@ class Weigher:
     Attributes:
         kind: "rows", "sum", or what is counted of one leaf of the batch.
         leaf: number of that leaf among the batch's nodes, or -1.
+        first: of its columns, the first one that counts.
         text: for the log: what it counts, and the option that says the same.
     """
 
@@ -68,15 +71,17 @@ class Weigher:
         tensor: Any = None,
         value: int = 0,
         weights: torch.Tensor | None = None,
+        first: int = 0,
     ) -> None:
-        self.kind, self.leaf, self.text = kind, leaf, text
+        self.kind, self.leaf, self.text, self.first = kind, leaf, text, first
         self._value, self._weights = value, weights
         self._tensor = tensor  # while it is looked for; the batch of one call
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What it is, whatever batch it is asked of."""
-        return self.kind, self.leaf, self._value, None if self._weights is None else self.text
+        kind = f"{self.kind}[:, {self.first}:]" if self.first else self.kind
+        return kind, self.leaf, self._value, None if self._weights is None else self.text
 
     def forget(self) -> Weigher:
         """The same without the batch that it was found with."""
@@ -86,12 +91,28 @@ class Weigher:
     def of(self, leaves: Leaves) -> Weigher:
         """The same of the batch with these leaves."""
         tensor = next((tensor for leaf, _, tensor, _ in leaves if leaf == self.leaf), None)
-        return Weigher(self.kind, self.leaf, self.text, tensor, self._value, self._weights)
+        given = self._value, self._weights, self.first
+        return Weigher(self.kind, self.leaf, self.text, tensor, *given)
+
+    def later(self, cut: Cut) -> Iterator[tuple[Weigher, tuple[float, ...]]]:
+        """The same of what comes after so many columns, two and more, and the shares of that."""
+        if self._tensor is None or self._tensor.ndim != 2 or self.kind not in ("labels", "values"):
+            return
+        parts = [self._tensor.narrow(0, start, length) for start, length in cut]
+        counted = [part != self._value if self.kind == "labels" else part for part in parts]
+        columns = torch.stack([each.double().sum(0) for each in counted])
+        for first, values in enumerate(columns.flip(1).cumsum(1).flip(1).T.tolist()):
+            if first >= 2 and sum(values) > 0:
+                text = f"{self.text}, without its first {first} columns"
+                given = self._tensor, self._value, self._weights, first
+                yield (
+                    Weigher(self.kind, self.leaf, text, *given),
+                    tuple(value / sum(values) for value in values),
+                )
 
     def _count(self, part: torch.Tensor) -> torch.Tensor:
-        if self.kind == "shifted":
-            part = part[:, 1:]
-        if self.kind in ("labels", "shifted"):
+        part = part[:, self.first :] if self.first else part
+        if self.kind == "labels":
             return (part != self._value).sum()
         if self.kind == "numbers":
             return (~part.isnan()).sum()
@@ -218,13 +239,8 @@ def _of_labels(leaf: int, name: str, labels: _Range, ignored: list[int]) -> Iter
         if labels.has(value):
             yield Weigher("labels", leaf, f"mean over {name} that are not {value}", tensor, value)
             if tensor.ndim >= 2 and tensor.shape[1] > 1:
-                yield Weigher(
-                    "shifted",
-                    leaf,
-                    f"mean over {name}[:, 1:] that are not {value}",
-                    tensor,
-                    value,
-                )
+                text = f"mean over {name}[:, 1:] that are not {value}"
+                yield Weigher("labels", leaf, text, tensor, value, first=1)
     negative = tensor.dtype != torch.uint8 and labels.is_negative
     for value in (*ignored, 0) if negative and tensor.ndim >= 2 else ():
         if value >= 0 and labels.has(value):
@@ -289,8 +305,35 @@ def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> 
         decided = tried.get(("values", leaf, 0, None)) == math.inf
         if not decided and _is_mask(tensor, labels):
             yield Weigher("values", leaf, f"mean over {name}", tensor)
+        shifted = Weigher("values", leaf, f"mean over {name}[:, 1:]", tensor, first=1)
+        if tried.get(shifted.key) != math.inf and _is_mask_of_tokens(tensor, labels):
+            yield shifted
         if labels is None:
             yield from _of_numbers(leaf, name, tensor, tried)
+
+
+def less_likely(
+    leaves: Leaves,
+    modules: list[torch.nn.Module],
+    tried: Tried,
+    cut: Cut,
+    residual: Callable[[float, float], float],
+) -> Iterator[Weigher]:
+    """What else it may be a mean over, where it is none of the candidates: lengths; or what comes
+    after the first columns, as where the step ignores prompts of one length. The best few of each.
+
+    Args:
+        leaves, modules, tried: see `candidates`.
+        cut: start and length of two parts.
+        residual: how far they are from the whole with these weights.
+    """
+    for leaf, name, tensor, sliced in leaves:
+        if sliced and isinstance(tensor, torch.Tensor) and tensor.ndim == 1:
+            if tensor.dtype in _INTEGERS and tensor.numel() and bool((tensor >= 0).all()):
+                yield Weigher("values", leaf, f"mean over as many as the sum of {name}", tensor)
+    for weigher in candidates(leaves, modules, tried):
+        later = [] if weigher.first else list(weigher.later(cut))
+        yield from [it for it, _ in sorted(later, key=lambda of: residual(*of[1]))[:_ALIKE]]
 
 
 def settled(leaves: Leaves, tried: Tried) -> None:
@@ -312,6 +355,15 @@ def _is_mask(tensor: torch.Tensor, labels: _Range | None) -> bool:
     if tensor.is_complex() or tensor.ndim > 2 or not tensor.numel():
         return False
     return bool((tensor >= 0).all()) if labels is None else labels.is_binary
+
+
+def _is_mask_of_tokens(tensor: torch.Tensor, labels: _Range | None) -> bool:
+    """Whether a loss over tokens that come next may count by it."""
+    if tensor.ndim != 2 or tensor.shape[1] < 2 or not tensor.numel() or tensor.is_complex():
+        return False
+    if labels is not None or tensor.dtype == torch.bool:
+        return labels is None or labels.is_binary
+    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _is_even(tensor: torch.Tensor, start: int, length: int) -> bool:

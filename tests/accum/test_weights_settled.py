@@ -88,6 +88,50 @@ def test_a_mask_that_begins_to_differ(dtype: torch.dtype, parts: int, first: int
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
+def _after(columns: int) -> Loss:
+    def loss(
+        model: nn.Module, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        counted = mask[:, columns:]
+        each = (model(x).squeeze(-1) - y).square()[:, columns:]
+        return (each * counted).sum() / counted.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_a_mask_of_what_comes_after_some_columns(
+    dtype: torch.dtype, columns: int, first: int
+) -> None:
+    """Tokens that come next, and prompts of one length."""
+    masks, loss = _late(dtype, first), _after(columns)
+    want = _train(lambda step: step, masks, first + 2, loss)
+    got = _train(oomkit.auto_batch(accumulation_steps=3), masks, first + 2, loss)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_mean_over_lengths(first: int) -> None:
+    """The mask is made in the step."""
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(TIME) < n[:, None]
+        return ((model(x).squeeze(-1) - y).square() * mask).sum() / n.sum()
+
+    def lengths(call: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(SEED + call)
+        n = torch.randint(1, TIME + 1, (ROWS,), generator=g)
+        return n if call >= first else torch.full_like(n, TIME)
+
+    want = _train(lambda step: step, lengths, first + 2, loss)
+    got = _train(oomkit.auto_batch(accumulation_steps=3), lengths, first + 2, loss)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
 def test_rows_that_are_equal_inside_each_micro_batch() -> None:
     """No cut of a micro-batch tells then: two of them do."""
 
