@@ -474,6 +474,38 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
                        text);
 }
 
+/* A micro-batch that has nothing of what the loss was found to be a mean over weighs 0,
+ * so that its backward is left out: its loss is 0 or NaN, then. One that is divided by
+ * max(1, n) is neither, and belongs to the whole. 0 or -1. */
+static int
+losses_left_out(oomkit_call *call, PyObject *root)
+{
+    const int64_t at = call->cut->at;
+    oomkit_tensor_facts facts;
+    double value;
+
+    if (root == NULL || oomkit_proof_rule(call) == NULL || call->cut->weights == NULL ||
+        call->cut->weights[at] != 0.0 || call->options->weight != NULL) {
+        return 0;
+    }
+    if (oomkit_tensor_facts_get(call->st, root, 0, &facts) < 0) {
+        oomkit_error_dismiss(); /* a loss that cannot be read is not judged */
+        return 0;
+    }
+    value = facts.size == 1 || facts.ndim == 0 ? losses_item(call->st, root) : 0.0;
+    if (value == 0.0 || !isfinite(value)) {
+        return 0;
+    }
+    return oomkit_refuse_split(
+        call,
+        "micro-batch %lld of %lld (%lld rows) has nothing of what the loss is a mean "
+        "over, and its loss is not 0, as for a sum that is divided by max(1, n). "
+        "Divide by a number of the whole batch, and pass reduction=\"sum\"" SEE(
+            "empty-micro-batch"),
+        (long long)(at + 1), (long long)call->cut->count,
+        (long long)call->cut->slices[at].length);
+}
+
 int
 oomkit_losses_note(oomkit_call *call, PyObject *roots)
 {
@@ -481,6 +513,9 @@ oomkit_losses_note(oomkit_call *call, PyObject *roots)
 
     if (call->split) {
         oomkit_nothing_begin(call, root);
+        if (losses_left_out(call, root) < 0) {
+            return -1;
+        }
     }
     if (root == NULL || call->backward.done > 0) {
         return 0;

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import types
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -52,6 +53,7 @@ Found = tuple[tuple[Place, ...], tuple[Any, ...]]
 _VISITS = 3000  # of functions, with the objects that they are given
 _CODES = 300  # functions read
 _PLACES = 2000
+_DECORATORS = 8  # around a function
 _ALIKE = 4  # of the layers of a model that find nothing, the rest is taken to be alike
 _READS = frozenset(
     "items keys values get copy index count __len__ __contains__ union intersection "
@@ -124,11 +126,23 @@ class Places:
     ) -> None:
         if _is_foreign_code(function):
             return
-        first = next(iter(given.values()), None)
-        known = (id(function.__code__), 0 if first is None else id(first.value))
+        known = (id(function.__code__), *(id(spot.value) for spot in given.values()))
         if known not in self.seen and len(self.seen) < _VISITS:
             self.seen.add(known)
             (self.layers if layer else self.queue).append(Frame(function, given, caller))
+
+    def enter(
+        self,
+        frame: Frame,
+        function: types.FunctionType,
+        use: Use,
+        first: Spot | None = None,
+        caller: Frame | None = None,
+    ) -> None:
+        """A call of it, and of what it wraps: a decorator passes arguments on (torch.no_grad())."""
+        for inner in wrapped(function):
+            for given in self.bound(frame, inner, use, first):
+                self.visit(inner, given, caller=caller)
 
     def run(self) -> None:
         while self.queue or self.layers:  # of a large model the layers must not crowd out
@@ -245,22 +259,25 @@ class Places:
 
     def bound(
         self, frame: Frame, function: types.FunctionType, use: Use, first: Spot | None
-    ) -> dict[str, Spot]:
-        """What the arguments of a call are called in the function."""
+    ) -> list[dict[str, Spot]]:
+        """What the arguments of a call are called in the function; in a loop, for each item."""
         code = function.__code__
         names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-        given: dict[str, Spot] = {}
+        given: dict[str, list[Spot]] = {}
         if first is not None and names:
-            given[names.pop(0)] = first
+            given[names.pop(0)] = [first]
         count = len(use.arguments) - len(use.names)
         pairs = [*zip(names, use.arguments[:count], strict=False)]
         pairs += zip(use.names, use.arguments[count:], strict=False)
         for name, symbol in pairs:
             if symbol is not None and symbol.kind != "constant":
                 spots = frame.resolve(symbol.steps)
-                if len(spots) == 1:
-                    given[name] = spots[0]
-        return given
+                if spots:
+                    given[name] = spots[:ITEMS]
+        count = max(map(len, given.values()), default=1)
+        return [
+            {n: spots[min(i, len(spots) - 1)] for n, spots in given.items()} for i in range(count)
+        ]
 
     def call_super(self, frame: Frame, steps: Steps, use: Use) -> None:
         kind, first = frame.root("__class__"), next(iter(frame.given.values()), None)
@@ -268,7 +285,7 @@ class Places:
             return
         function = _method(first.value, steps[1][1], kind.value)
         if function is not None:
-            self.visit(function, self.bound(frame, function, use, first))
+            self.enter(frame, function, use, first)
 
     def method(self, frame: Frame, owner: Spot, name: str, use: Use) -> None:
         value = owner.value
@@ -299,14 +316,15 @@ class Places:
             raw = next((vars(k)[name] for k in value.__mro__ if name in vars(k)), None)
             inner = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
             if isinstance(inner, types.FunctionType):
-                first = owner if isinstance(raw, classmethod) else None
-                self.visit(inner, self.bound(frame, inner, use, first))
+                self.enter(frame, inner, use, owner if isinstance(raw, classmethod) else None)
         elif name in own_of(value):
             self.called(frame, own_of(value)[name], use, None)
         elif not isinstance(value, OWN_RULES):
             function = _method(value, name)
             if function is not None:
-                self.visit(function, self.bound(frame, function, use, owner), caller=frame)
+                self.enter(frame, function, use, owner, frame)
+            elif name not in own_of(value):
+                self.object_method(frame, whole(type(value)), name, use)
 
     def called(self, frame: Frame, value: Any, use: Use, spot: Spot | None) -> None:
         value = _undecorated(value)
@@ -314,7 +332,7 @@ class Places:
             if _is_foreign_code(value):
                 self.foreign(frame, value.__name__, use)
             else:
-                self.visit(value, self.bound(frame, value, use, None), caller=frame)
+                self.enter(frame, value, use, None, frame)
         elif isinstance(value, types.MethodType):
             owner = whole(value.__self__)
             self.method(frame, owner, value.__name__, use)
@@ -327,7 +345,7 @@ class Places:
             if isinstance(function, types.FunctionType):
                 first = whole(args[0]) if args else None
                 first = spot if args and args[0] is value and spot is not None else first
-                self.visit(function, self.bound(frame, function, use, first))
+                self.enter(frame, function, use, first)
 
     def foreign(self, frame: Frame, name: str, use: Use) -> None:
         """torch.nn.init.zeros_(x), torch._foreach_mul_(list, 2), random.shuffle(list)"""
@@ -352,13 +370,15 @@ class Places:
         if name not in ("forward", "__call__"):
             function = _method(value, name)
             if function is not None:
-                self.visit(function, self.bound(frame, function, use, spot))
+                self.enter(frame, function, use, spot)
             return
         for part in parts:
             forward = _method(part.value, "forward")
             if forward is not None and not is_metric(part.value):
-                given = self.bound(frame, forward, use, spot) if part is spot else None
-                self.visit(forward, given or {forward.__code__.co_varnames[0]: part}, True)
+                for inner in wrapped(forward):
+                    bound = self.bound(frame, inner, use, spot) if part is spot else [{}]
+                    for given in bound:
+                        self.visit(inner, given or {inner.__code__.co_varnames[0]: part}, True)
 
     def metrics(self, spot: Spot) -> list[Spot]:
         """The parts of a module; the metrics among them may change."""
@@ -406,6 +426,15 @@ class Places:
         return tuple(places), tuple(self.streams.values())
 
 
+def wrapped(function: Any) -> Iterator[types.FunctionType]:
+    """It, and what it wraps."""
+    for _ in range(_DECORATORS):
+        if not isinstance(function, types.FunctionType):
+            return
+        yield function
+        function = _undecorated(vars(function).get("__wrapped__"))
+
+
 def _is_foreign_code(function: types.FunctionType) -> bool:
     top = str(function.__module__).partition(".")[0]
     return top in _LIBRARIES or _is_foreign_function(function)
@@ -435,7 +464,8 @@ def _places(
         return None
     given = _given(function, bound, named, args, kwargs)
     found = Places()
-    found.visit(function, given)
+    for inner in wrapped(function):
+        found.visit(inner, _given(inner, bound, named, args, kwargs))
     found.run()
     if streams:
         found.streams.update(streams_of(function, [s.value for s in given.values()]))

@@ -230,7 +230,9 @@ def advice(rules: list[tuple[str, str]], is_sum: bool, chooses: bool, hidden: bo
             "call (torch.randn(len(x), 4)), or before the step. "
             'verify="warn" splits the step anyway'
         )
-    kinds = [kind for kind, _ in rules if kind != ("sum" if is_sum else "rows")]
+    kinds = [kind for kind, _ in rules]
+    if ("sum" if is_sum else "rows") in kinds:
+        kinds = []  # parts as heavy as each other: weights are not what is wrong
     if "rows" in kinds:
         return 'the loss is a mean over samples: pass reduction="mean" to auto_batch'
     if "sum" in kinds:

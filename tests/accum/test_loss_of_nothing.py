@@ -119,3 +119,53 @@ def test_a_share_of_nothing_passes() -> None:
     found = model.weight.grad
     step(x, y)
     torch.testing.assert_close(found, model.weight.grad)
+
+
+def _per_positive(out: torch.Tensor, y: torch.Tensor, least: float) -> torch.Tensor:
+    """Of detectors: over all rows, divided by how many are positive."""
+    loss = F.binary_cross_entropy_with_logits(out, y, reduction="none")
+    return (loss if least else loss * y).sum() / y.sum().clamp(min=least or 1e-9)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 6])
+@pytest.mark.parametrize("least", [1.0, 0.0])
+def test_a_micro_batch_that_counts_nothing_has_no_loss_that_counts(
+    least: float, parts: int
+) -> None:
+    """Its weight is 0, and so is its loss; with max(1, n) it is not, and belongs to the whole."""
+    oomkit._C._prove(True)
+
+    def train(decorated: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Linear(5, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            _per_positive(model(x), y, least).backward()
+            optimizer.step()
+
+        trains = oomkit.auto_batch(accumulation_steps=parts)(step) if decorated else step
+        for call in range(6):
+            x, y = torch.randn(24, 5).double(), (torch.rand(24, 4) < 0.3).double()
+            y[::2, 0] = 1
+            if call == 4:
+                y[: 24 // parts] = 0
+            before = [p.detach().clone() for p in model.parameters()]
+            try:
+                trains(x, y)
+            except oomkit.SplitError as error:
+                assert (
+                    least and call == 4 and "has nothing of what the loss is a mean" in str(error)
+                )
+                assert all(map(torch.equal, before, model.parameters()))
+                raise
+        return list(model.parameters())
+
+    want = train(False)
+    if least:
+        with pytest.raises(oomkit.SplitError):
+            train(True)
+        return
+    for one, two in zip(want, train(True), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
