@@ -7,6 +7,7 @@ known to be an attribute of ``self``. What is not recognised is unknown, and not
 from __future__ import annotations
 
 import dis
+import itertools
 import sys
 import types
 from dataclasses import dataclass
@@ -52,7 +53,20 @@ _DEAD = frozenset(
 )
 
 
+def is_augmented(i: dis.Instruction | None) -> bool:
+    """a += b, in which a list or a tensor stays the same object."""
+    return (
+        i is not None
+        and i.opname == "BINARY_OP"
+        and i.argrepr.endswith("=")
+        and i.argrepr not in ("==", "!=")
+    )
+
+
 class Reader:
+    follows_augmented = False
+    """Is what is augmented what it was before?"""
+
     def __init__(self, function: types.FunctionType, given: dict[str, Any]) -> None:
         self.function, self.given = function, given
         code = function.__code__
@@ -72,8 +86,9 @@ class Reader:
         instructions = list(dis.get_instructions(code))
         self.rebound = {
             name
-            for i in instructions
-            if i.opname.startswith(("STORE_FAST", "STORE_DEREF"))
+            for before, i in itertools.pairwise([None, *instructions])
+            if i is not None and i.opname.startswith(("STORE_FAST", "STORE_DEREF"))
+            if not (self.follows_augmented and is_augmented(before))
             for part, name in _variables(i.opname, i.argval)
             if part == "STORE"
         }

@@ -53,6 +53,7 @@ Found = tuple[tuple[Place, ...], tuple[Any, ...]]
 _VISITS = 3000  # of functions, with the objects that they are given
 _CODES = 300  # functions read
 _PLACES = 2000
+_OWN_FILLS = ("__setitem__", "__delitem__", "__iadd__", "__isub__", "__imul__", "__ior__")
 _DECORATORS = 8  # around a function
 _ALIKE = 4  # of the layers of a model that find nothing, the rest is taken to be alike
 _READS = frozenset(
@@ -167,6 +168,7 @@ class Places:
             else:
                 for spot in frame.resolve(use.place or ()):
                     self.fill(spot)
+                    self.own_methods(spot, _OWN_FILLS)
         for steps in found.loads:
             if frame.may_be_filled():
                 for spot in frame.resolve(steps):
@@ -175,6 +177,16 @@ class Places:
                 for spot in frame.resolve(steps[:-1]):
                     if isinstance(spot.value, defaultdict):
                         self.fill(spot)  # reading makes what is not there
+
+    def own_methods(self, spot: Spot, names: tuple[str, ...]) -> None:
+        """By which an object of a class of the user's does what operators are."""
+        if isinstance(spot.value, (torch.Tensor, torch.nn.Module, type, types.ModuleType)):
+            return
+        for name in names:
+            for function in wrapped(_method(spot.value, name)):
+                self.visit(
+                    function, dict(zip(function.__code__.co_varnames[:1], [spot], strict=False))
+                )
 
     def fill_tensors(self, spot: Spot) -> None:
         value = spot.value
@@ -197,8 +209,15 @@ class Places:
 
     def store_attribute(self, owner: Spot, name: str) -> None:
         value = owner.value
+        if isinstance(value, CONTAINERS):
+            self.fill(owner)  # a dict whose items are its attributes
         if isinstance(value, (torch.Tensor, *OWN_RULES, *CONTAINERS)) or name == "grad":
             return
+        self.own_methods(owner, ("__setattr__",))
+        setter = next((vars(k)[name] for k in type(value).__mro__ if name in vars(k)), None)
+        if isinstance(setter, property):
+            for function in wrapped(setter.fset):
+                self.visit(function, {function.__code__.co_varnames[0]: owner})
         if isinstance(value, types.ModuleType):
             self.mark(variable(vars(value), name), BIND)
             return
@@ -224,6 +243,9 @@ class Places:
 
     def call(self, frame: Frame, use: Use) -> None:
         steps = use.place
+        if "out" in use.names:
+            at = use.names.index("out") - len(use.names)
+            self.escape(frame, use.arguments[at : at + 1 or None])
         if steps is None:
             self.escape(frame, use.arguments)
         elif steps[0] == SUPER:
@@ -303,6 +325,8 @@ class Places:
                 self.fill(owner)
         elif isinstance(value, torch.nn.Module):
             self.module(frame, owner, name, use)
+        elif type(value).__name__ == "ufunc":
+            self.escape(frame, use.arguments[: name == "at"])  # numpy.add.at(x, index, 1)
         else:
             self.object_method(frame, owner, name, use)
 

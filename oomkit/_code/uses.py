@@ -11,7 +11,7 @@ import types
 import weakref
 from typing import Any, NamedTuple
 
-from .bytecode import ANY, SUPER, Reader, Steps, Symbol
+from .bytecode import ANY, SUPER, Reader, Steps, Symbol, is_augmented
 
 STORE, FILL, CALL = "store", "fill", "call"
 _KNOWN: dict[int, tuple[weakref.ref[types.CodeType], Uses]] = {}
@@ -19,6 +19,9 @@ _CODES = 1000  # remembered
 # Methods whose result leads to what their object holds, and functions that pass it on.
 _LEADS = frozenset({"items", "values", "get", "setdefault", "pop", "popitem", "popleft"})
 _PASSES = frozenset({"enumerate", "reversed", "list", "tuple", "iter", "sorted"})
+# Kinds of symbols whose steps are those of what is looped over at once: zip(), enumerate(zip()).
+ZIP, COUNTED = "zip", "counted"
+_ZIPPED = (ZIP, COUNTED)
 # Names that end like those of torch's functions that write in place, and write to gradients
 # or flags only.
 NEUTRAL = frozenset({"clip_grad_norm_", "clip_grad_value_", "requires_grad_", "unscale_"})
@@ -48,6 +51,8 @@ def writes(name: str) -> bool:
 
 class _Uses(Reader):
     """Follows the stack as the reader of effects does, and notes all of it."""
+
+    follows_augmented = True
 
     def __init__(self, code: types.CodeType) -> None:
         super().__init__(types.FunctionType(code, {}, None, None, _cells(code)), {})
@@ -96,16 +101,39 @@ class _Uses(Reader):
     # --- instructions ---
 
     def do_get_iter(self, _: dis.Instruction) -> None:
-        self.stack.append(self.item_of(self.pop()[0], None))
+        of = self.pop()[0]
+        self.stack.append(of if of is not None and of.kind in _ZIPPED else self.item_of(of, None))
 
     def do_unpack_sequence(self, instruction: dis.Instruction) -> None:
-        self.stack.extend(self.pop() * (instruction.arg or 0))
+        of, count = self.pop()[0], instruction.arg or 0
+        self.stack.extend(reversed(self.unpacked(of, count)))
+
+    def unpacked(self, of: Symbol | None, count: int) -> list[Symbol | None]:
+        """What a tuple leads to, from the first item on."""
+        if of is None or of.kind == "constant":
+            return [None] * count
+        if of.kind == COUNTED:
+            return [None, Symbol("", ZIP, of.steps), *[None] * count][:count]
+        if of.kind == ZIP:
+            return [self.item_of(each, None) for each in [*of.steps, *[None] * count][:count]]
+        if of.steps[-1] == ("[", ANY):  # of what is looped over: a dict's keys are no places
+            return [of] * count
+        return [self.item_of(of, Symbol(str(i), "constant", (i,))) for i in range(count)]
 
     def do_binary_op(self, instruction: dis.Instruction) -> None:
         owner = self.stack[-2] if len(self.stack) > 1 else None
         super().do_binary_op(instruction)
-        if instruction.argrepr.endswith("=") and instruction.argrepr not in ("==", "!="):
+        if is_augmented(instruction):
             self.note(FILL, owner)
+            self.stack[-1:] = [owner]
+
+    def do_before_with(self, _: dis.Instruction) -> None:
+        manager = self.pop()[0]
+        for name in ("__enter__", "__exit__"):
+            method = None if manager is None else (*manager.steps, (".", name))
+            if method is not None and manager is not None and manager.kind not in _ZIPPED:
+                self.note(CALL, Symbol("", "inner", method))
+        self.stack += [None, manager]  # what most of them return
 
     def do_kw_names(self, instruction: dis.Instruction) -> None:
         self.keywords = self.code.co_consts[instruction.arg or 0]
@@ -141,8 +169,11 @@ class _Uses(Reader):
         if isinstance(last, tuple) and last[0] == "." and last[1] in _LEADS:
             owner = Symbol("", "inner", called.steps[:-1])
             return owner if last[1] in ("items", "values") else self.item_of(owner, None)
+        if called.steps == ("zip",):
+            return Symbol("", ZIP, tuple(given))
         if len(called.steps) == 1 and last in _PASSES and given:
-            return given[0]
+            counts = last == "enumerate" and given[0] is not None and given[0].kind == ZIP
+            return Symbol("", COUNTED, given[0].steps) if counts and given[0] else given[0]
         if isinstance(last, tuple) and writes(last[1] if isinstance(last[1], str) else ""):
             return Symbol("", "inner", called.steps[:-1])  # x.mul_(2).add_(1)
         return None

@@ -1,0 +1,231 @@
+"""What a step stores once, after its update: runs of a proof store nothing, in whatever form."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import oomkit
+from oomkit.testing import inject_oom
+
+Store = Callable[[Any], None]
+FORMS: dict[str, Store] = {}
+
+
+def form(store: Store) -> Store:
+    FORMS[store.__name__] = store
+    return store
+
+
+class Timer:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Timer:
+        self.count += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.count += 1
+
+
+class Attributes(dict[str, Any]):
+    """Whose items are its attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class Mean:
+    def __init__(self) -> None:
+        self.kept = 0.0
+
+    def __iadd__(self, value: float) -> Mean:
+        self.kept = 0.5 * self.kept + value
+        return self
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self.kept += value
+
+
+class World:
+    """What is stored to, in forms that programs have."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 2)
+        self.values = [torch.zeros(3), torch.zeros(2)]
+        self.nested = [[torch.zeros(2)], [torch.zeros(3), torch.zeros(1)]]
+        self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.array = np.zeros(4)
+        self.timer, self.notes, self.mean = Timer(), Attributes(n=0), Mean()
+        self.hidden = 0
+
+    def state(self) -> list[Any]:
+        tensors = [*self.values, *(t for some in self.nested for t in some), *self.average.values()]
+        own = [self.timer.count, self.notes["n"], self.mean.kept, self.hidden]
+        return [t.tolist() for t in tensors] + [self.array.tolist(), own]
+
+    @property
+    def seen(self) -> int:
+        return self.hidden
+
+    @seen.setter
+    def seen(self, value: int) -> None:
+        self.hidden = value
+
+    @torch.no_grad()
+    def moves(self, value: float) -> None:
+        self.values[0].add_(value)
+
+    @staticmethod
+    def of_one(a: torch.Tensor, b: float) -> None:
+        a.mul_(0.5)
+        a += b
+
+
+@torch.no_grad()
+def _averages(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        average[name].mul_(0.9).add_(p, alpha=0.1)
+
+
+def _counted(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_counted
+def _adds(values: list[torch.Tensor]) -> None:
+    for value in values:
+        value += 1
+
+
+@contextlib.contextmanager
+def _timed(values: list[torch.Tensor]) -> Iterator[None]:
+    yield
+    values[0].add_(1)
+
+
+@form
+def decorated_by_no_grad(w: Any) -> None:
+    _averages(w.average, w.model)
+
+
+@form
+def decorated_by_inference_mode(w: Any) -> None:
+    w.moves(1.0)
+
+
+@form
+def decorated_by_a_wrapper(w: Any) -> None:
+    _adds(w.values)
+
+
+@form
+def a_context_of_a_function(w: Any) -> None:
+    with _timed(w.values):
+        pass
+
+
+@form
+def two_lists_at_once(w: Any) -> None:
+    for a, b in zip(w.values, [1.0, 2.0], strict=True):
+        a *= 0.5
+        a += b
+
+
+@form
+def counted_two_lists_at_once(w: Any) -> None:
+    for _, (a, b) in enumerate(zip(w.values, [1.0, 2.0], strict=True)):
+        a.add_(b)
+
+
+@form
+def lists_in_lists(w: Any) -> None:
+    for some, more in zip(w.nested, w.nested, strict=True):
+        for a, _ in zip(some, more, strict=True):
+            a.add_(1)
+
+
+@form
+def a_helper_for_each(w: Any) -> None:
+    for a, b in zip(w.values, [1.0, 2.0], strict=True):
+        w.of_one(a, b)
+
+
+@form
+def taken_apart(w: Any) -> None:
+    a, b = w.values
+    a.add_(1)
+    b.add_(2)
+
+
+@form
+def a_context(w: Any) -> None:
+    with w.timer:
+        pass
+
+
+@form
+def attributes_that_are_items(w: Any) -> None:
+    w.notes.n += 1
+
+
+@form
+def operators_of_its_own(w: Any) -> None:
+    w.mean += 1.0
+    w.mean["x"] = 2.0
+
+
+@form
+def a_property(w: Any) -> None:
+    w.seen += 1
+
+
+@form
+def results_put_somewhere(w: Any) -> None:
+    torch.add(w.values[0], 1, out=w.values[0])
+    np.add.at(w.array, [0, 1], 1.0)
+    np.multiply(w.array, 2.0, out=w.array)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_store_after_the_update_is_made_once_in_each_call(name: str) -> None:
+    def train(decorated: bool) -> list[Any]:
+        w = World()
+        optimizer = torch.optim.SGD(w.model.parameters(), lr=0.0)
+        store = FORMS[name]
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            w.model(x).square().mean().backward()
+            optimizer.step()
+            current = oomkit.current()
+            if current is None or current.is_last:
+                store(w)
+
+        trains = oomkit.auto_batch(step) if decorated else step
+        for call in range(3):
+            x = torch.randn(8, 4)
+            strikes = decorated and call == 1
+            with inject_oom(nth=3, phase="backward") if strikes else contextlib.nullcontext():
+                trains(x)
+        if decorated:
+            assert [r.accumulation_steps for r in trains.records] == [1, 2, 2]
+        return w.state()
+
+    assert train(True) == train(False)
