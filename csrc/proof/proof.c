@@ -86,11 +86,17 @@ proof_parts(oomkit_proof *p, PyObject **text)
 static int
 proof_differs(oomkit_proof *p, PyObject *text)
 {
-    OWNED PyObject *rules =
-        oomkit_proof_is_weak(p) ? Py_NewRef(p->rules) : oomkit_search_rules(p);
-    int found = rules == NULL                      ? -1
-                : oomkit_weights_are_free(p->call) ? oomkit_search_try(p, rules)
-                                                   : 0;
+    OWNED PyObject *rules = NULL;
+    int found;
+
+    if (oomkit_proof_is_weak(p)) {
+        rules = Py_NewRef(p->rules);
+    } else if (!oomkit_search_needed(p) || oomkit_search_ask(p, "fuller") >= 0) {
+        rules = oomkit_search_rules(p);
+    }
+    found = rules == NULL                      ? -1
+            : oomkit_weights_are_free(p->call) ? oomkit_search_try(p, rules)
+                                               : 0;
 
     if (found == 0) {
         return proof_refuse(p, text, rules);

@@ -37,6 +37,7 @@ from .weights import (
     cuts,
     decisive,
     facts,
+    fuller,
     is_varied,
     less_likely,
     pairs,
@@ -734,6 +735,7 @@ class Proof:
         return self._gradients == {"none"}
 
     # --- searching a weight ---
+    fuller = staticmethod(fuller)
 
     def search(self, leaves: Leaves, cut: Cut) -> list[Weigher]:
         """Weights that make the gradients of two parts the gradient of both, most likely first.
@@ -833,11 +835,9 @@ class Proof:
                 best = best or (at, size, part)
         return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)
 
-    def place(
-        self, leaves: Leaves, start: int, length: int, rows: int, multiple: int, slices: Cut
-    ) -> int:
+    def place(self, *of: Any) -> int:
         """Where to look at so many rows instead of at `start`; see `varied`."""
-        return varied(leaves, start, length, rows, multiple, slices, self.tried)
+        return varied(self.tried, *of)
 
     def told_apart(
         self,

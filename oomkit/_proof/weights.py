@@ -22,6 +22,7 @@ __all__ = [
     "cuts",
     "decisive",
     "facts",
+    "fuller",
     "is_varied",
     "less_likely",
     "pairs",
@@ -385,7 +386,7 @@ def _labels(leaves: Leaves) -> list[tuple[int, torch.Tensor]]:
 
 
 def varied(
-    leaves: Leaves, start: int, length: int, rows: int, multiple: int, slices: Cut, tried: Tried
+    tried: Tried, leaves: Leaves, start: int, length: int, rows: int, multiple: int, slices: Cut
 ) -> int:
     """Where labels differ from row to row: a loss may couple rows and not show it where they are
     all of one class.
@@ -468,6 +469,35 @@ def cuts(slices: Cut, unit: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
             for first in {middle + step, middle - step}:
                 if least <= first <= length - least and first % multiple == 0:
                     yield start, length, first
+
+
+def fuller(
+    leaves: Leaves,
+    rule: Weigher | None,
+    start: int,
+    length: int,
+    first: int,
+    slices: Cut,
+    unit: tuple[int, int],
+) -> tuple[int, int, int] | None:
+    """Another cut of the same rows, both parts of which have something of what may be counted: a
+    mean over nothing is nan. None where they have it, or no cut has more of it.
+
+    Args:
+        leaves: tensors of the batch.
+        start, length, first: the cut.
+        unit: see `cuts`.
+    """
+    weighers = list(candidates(leaves, [], {}))
+
+    def empty(place: tuple[int, int, int]) -> int:
+        at, rows, part = place
+        parts = [(at, part), (at + part, rows - part)]
+        return sum(0.0 in (weigher.shares(parts) or ()) for weigher in weighers)
+
+    now = start, length, first
+    best = min(cuts([(start, length)], unit), key=empty, default=now)
+    return best if empty(best) < empty(now) else None
 
 
 def pairs(slices: Cut) -> Iterator[tuple[int, int, int]]:

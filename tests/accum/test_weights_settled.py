@@ -132,6 +132,21 @@ def test_a_mean_over_lengths(first: int) -> None:
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_rows_of_which_a_half_has_nothing_that_counts(parts: int) -> None:
+    """A mean over nothing is nan, so that the proof cuts its rows elsewhere."""
+
+    def masks(call: int) -> torch.Tensor:
+        mask = torch.zeros(ROWS, TIME)
+        mask[:: ROWS // parts] = mask[1 : ROWS - 1 : ROWS // parts, 2:] = 1
+        return mask
+
+    want = _train(lambda step: step, masks, 3)
+    got = _train(oomkit.auto_batch(accumulation_steps=parts), masks, 3)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
 def test_rows_that_are_equal_inside_each_micro_batch() -> None:
     """No cut of a micro-batch tells then: two of them do."""
 
