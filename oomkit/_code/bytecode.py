@@ -77,12 +77,13 @@ class Reader:
         self.methods: dict[bool, set[str]] = {False: set(), True: set()}  # by "of super()"
         self.super_of = "__class__"
         self.line = 0
+        self.passed: dict[types.CodeType, dict[str, Symbol]] = {}  # to comprehensions
 
     # --- one function ---
 
     def read(self, code: types.CodeType, nested: bool = False) -> None:
         self.nested = nested
-        self.names: dict[str, Symbol] = {}  # what locals are other names of
+        self.names = dict(self.passed.get(code, {}))  # what locals are other names of
         instructions = list(dis.get_instructions(code))
         self.rebound = {
             name

@@ -22,6 +22,9 @@ _PASSES = frozenset({"enumerate", "reversed", "list", "tuple", "iter", "sorted"}
 # Kinds of symbols whose steps are those of what is looped over at once: zip(), enumerate(zip()).
 ZIP, COUNTED = "zip", "counted"
 _ZIPPED = (ZIP, COUNTED)
+# The code of a function that is called where it is made.
+CODE = "code"
+_COMPREHENSIONS = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 # Names that end like those of torch's functions that write in place, and write to gradients
 # or flags only.
 NEUTRAL = frozenset({"clip_grad_norm_", "clip_grad_value_", "requires_grad_", "unscale_"})
@@ -142,9 +145,21 @@ class _Uses(Reader):
         count = instruction.arg or 0
         taken = self.pop(count + 2)
         called = next((s for s in taken[:2] if s is not None), None)
+        if called is not None and called.kind == CODE:
+            if taken[1] is not None:
+                self.passed[called.steps[0]] = {".0": taken[1]}
+            self.stack.append(None)
+            return
         names, self.keywords = self.keywords, ()
         self.note(CALL, called, tuple(taken[2:]), names)
         self.stack.append(self.result(called, taken[2:]))
+
+    def do_make_function(self, instruction: dis.Instruction) -> None:
+        """A comprehension goes over what it is called with."""
+        code = self.pop(1 + ((instruction.arg or 0) & 15).bit_count())[-1]
+        value = code.steps[0] if code is not None and code.kind == "constant" else None
+        comprehends = isinstance(value, types.CodeType) and value.co_name in _COMPREHENSIONS
+        self.stack.append(Symbol("", CODE, (value,)) if comprehends else None)
 
     def do_call_kw(self, instruction: dis.Instruction) -> None:
         """3.13: the names of the keywords are on the stack."""
@@ -169,6 +184,10 @@ class _Uses(Reader):
         if isinstance(last, tuple) and last[0] == "." and last[1] in _LEADS:
             owner = Symbol("", "inner", called.steps[:-1])
             return owner if last[1] in ("items", "values") else self.item_of(owner, None)
+        if called.steps == ("getattr",) and len(given) > 1 and given[0] and given[1]:
+            name = given[1].steps[0] if given[1].kind == "constant" else None
+            at = (*given[0].steps, (".", name))
+            return Symbol("", "inner", at) if isinstance(name, str) else None
         if called.steps == ("zip",):
             return Symbol("", ZIP, tuple(given))
         if len(called.steps) == 1 and last in _PASSES and given:

@@ -70,10 +70,20 @@ class World:
         self.array = np.zeros(4)
         self.timer, self.notes, self.mean = Timer(), Attributes(n=0), Mean()
         self.hidden = 0
+        self.callbacks = [Callback(), Callback()]
+
+    def tell(self, value: int) -> None:
+        [callback.on_step(value) for callback in self.callbacks]
 
     def state(self) -> list[Any]:
         tensors = [*self.values, *(t for some in self.nested for t in some), *self.average.values()]
-        own = [self.timer.count, self.notes["n"], self.mean.kept, self.hidden]
+        own = [
+            self.timer.count,
+            *(c.count for c in self.callbacks),
+            self.notes["n"],
+            self.mean.kept,
+            self.hidden,
+        ]
         return [t.tolist() for t in tensors] + [self.array.tolist(), own]
 
     @property
@@ -189,6 +199,27 @@ def attributes_that_are_items(w: Any) -> None:
 def operators_of_its_own(w: Any) -> None:
     w.mean += 1.0
     w.mean["x"] = 2.0
+
+
+class Callback:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_step(self, value: int) -> bool:
+        self.count += value
+        return False
+
+
+@form
+def callbacks_in_comprehensions(w: Any) -> None:
+    any(callback.on_step(1) for callback in w.callbacks)
+    w.tell(2)
+
+
+@form
+def a_method_by_its_name(w: Any) -> None:
+    for callback in w.callbacks:
+        getattr(callback, "on_step")(1)  # noqa: B009
 
 
 @form
