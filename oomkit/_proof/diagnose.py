@@ -11,6 +11,7 @@ from .rows import findings, places
 
 IGNORED = -100  # the value that PyTorch's losses leave out by default
 
+_WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
 
 # Relative differences that rounding explains. A loss in float32 may come out of matrix
@@ -38,9 +39,19 @@ def uneven_labels(leaf: torch.Tensor, dim: int, lengths: list[int]) -> bool:
     )
 
 
+def _cast(node: Any) -> set[Any]:
+    """The types of numbers on both sides of a cast; None among them where one cannot be told."""
+    try:
+        behind, at = node.next_functions[0]
+        return {node._input_metadata[0].dtype, behind._input_metadata[at].dtype}
+    except (AttributeError, IndexError, RuntimeError):
+        return {None}
+
+
 def _precision(loss: torch.Tensor) -> str:
-    """Of what the loss is made: "half" where a tensor was cast on the way to it, as autocast does,
-    "own" where code was that torch does not have (compiled, Triton's, another library's)."""
+    """Of what the loss is made: "half" where a tensor was cast to fewer bits than 32 on the way to
+    it, as autocast does, "own" where code was that torch does not have (compiled, Triton's, another
+    library's), "single" where one was cast to or from single precision."""
     work: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     found = ""
@@ -49,7 +60,11 @@ def _precision(loss: torch.Tensor) -> str:
         if node is None or node in seen:
             continue
         if node.name() == "ToCopyBackward0":
-            return "half"
+            kinds = _cast(node)
+            if not kinds <= _WIDE:
+                return "half"
+            if torch.float32 in kinds:
+                found = found or "single"
         if isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in node.name():
             found = "own"
         seen.add(node)
@@ -64,10 +79,10 @@ def tolerance(loss: torch.Tensor, is_full: bool = False) -> float:
         loss: or a parameter.
         is_full: no kernel of torch's computes single precision with fewer bits (`Precision`).
     """
-    if loss.dtype == torch.float64:
-        return _DOUBLE
     kind = _precision(loss)
-    if loss.dtype != torch.float32 or kind == "half":
+    if loss.dtype == torch.float64 and kind != "single":
+        return _DOUBLE
+    if loss.dtype not in _WIDE or kind == "half":
         return _HALF
     if loss.device.type == "cpu" or (loss.device.type == "cuda" and is_full and kind != "own"):
         return _SINGLE

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
+from oomkit._proof.reach import reached
 
 SEED, ROWS = 3, 8
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -413,3 +414,83 @@ def test_an_order_in_a_returned_loss_whose_graph_is_gone_is_refused(
     step = oomkit.auto_batch(lambda x: loss(net(x)), model=net, accumulation_steps=2)
     with pytest.raises(oomkit.SplitError):
         step(torch.randn(8, 6))
+
+
+class _Two(torch.autograd.Function):
+    """Some rows' numbers beside one that has no rows: the functions of torch.compile, of reentrant
+    checkpoints and of wrappers have many results, each of something else."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, other: torch.Tensor) -> Any:
+        return out.clone(), other.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients
+
+
+class _Scaled(nn.Module):
+    def __init__(self, of_all: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 1)
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.of_all = of_all
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = torch.tanh(self.up(x))
+        other = h.square().mean() if self.of_all else self.scale
+        return _Two.apply(self.down(h)[:, 0], other)  # type: ignore[no-untyped-call]
+
+
+def _bounded_step(of_all: bool) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    torch.manual_seed(SEED)
+    model = _Scaled(of_all)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        out, other = model(x)
+        if of_all:
+            loss = F.mse_loss(out, y) + other.clamp(min=0.3)
+        else:
+            loss = F.smooth_l1_loss(out / other.exp(), y) + other
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_bound_behind_a_function_of_several_results(of_all: bool) -> None:
+    """That of one result is none of the others'; nor are the rows of others its own."""
+    step = _bounded_step(of_all)
+    x, y = torch.randn(ROWS, 6), torch.randn(ROWS)
+    if not of_all:
+        step(x, y)
+        return
+    with pytest.raises(oomkit.SplitError, match=r"clamp\(\) clips a number"):
+        step(0.1 * x, y)
+
+
+def test_results_that_are_passed_on_stay_what_they_are() -> None:
+    """As DistributedDataParallel does it with find_unused_parameters=True."""
+
+    def sketch(kind: str, rows: int) -> Any:
+        return (
+            ("Add", ((),), ((1, 0), (2, 0)), None),
+            ("SmoothL1Loss", ((),), ((3, 0),), "smooth_l1_loss"),
+            ("Mul", ((),), ((3, 1),), None),
+            (kind, ((rows,), ()), ((4, 0), (5, 0)), None),
+            ("Select", ((rows,),), ((6, 0),), None),
+            ("Mean", ((),), ((6, 0),), None),
+            ("Addmm", ((rows, 1),), (), None),
+        )
+
+    for kind in ("_DDPSink", "RegisterPostBackwardFunction"):
+        assert reached(*(sketch(kind, rows) for rows in (8, 5, 3))) == (None, {1})
+    clamped = [
+        (*sketch("_DDPSink", rows)[:2], ("Clamp", ((),), ((3, 1),), "clamp")) for rows in (8, 5)
+    ]
+    rest = [sketch("_DDPSink", rows)[3:] for rows in (8, 5)]
+    assert reached(*(a + b for a, b in zip(clamped, rest, strict=True))) == ("clamp", set())

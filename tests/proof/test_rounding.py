@@ -189,3 +189,45 @@ def test_a_step_that_needs_autocast_is_proven_with_it(error: Exception) -> None:
     assert step.records[-1].accumulation_steps == 4
     assert step.records[-1].ooms == 0
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cast", [torch.float64, torch.complex64, torch.bfloat16])
+def test_a_cast_that_keeps_single_precision_hides_nothing(cast: torch.dtype) -> None:
+    """One to fewer bits does, which the documentation says."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        logits = model(x).to(cast)
+        logp = torch.log_softmax((logits.real if cast.is_complex else logits).float(), 1)
+        p = logp.exp().mean(0)
+        (torch.nn.functional.nll_loss(logp, y) + 0.1 * (p * p.log()).sum()).backward()
+        optimizer.step()
+
+    batch = torch.randn(64, 16), torch.randint(0, 10, (64,))
+    if cast == torch.bfloat16:
+        step(*batch)
+        return
+    with pytest.raises(oomkit.SplitError, match="differs by"):
+        step(*batch)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_single_precision_inside_a_step_in_double_is_rounding() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 10)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(accumulation_steps=3)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        hidden = torch.tanh(model[0](x).float()).double()
+        torch.nn.functional.cross_entropy(model[1](hidden), y).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(torch.randn(64, 16).double(), torch.randint(0, 10, (64,)))
