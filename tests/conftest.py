@@ -33,6 +33,10 @@ else:
     # The thread that watches its bars wakes now and then, and is in counts of objects.
     tqdm.monitor_interval = 0
 
+# From the first test on, as in a program that sets a limit before it makes a model: what a test
+# before the first limit of a worker keeps would be outside of all later ones.
+oomkit.limit_memory(None, device="cpu")
+
 SEED = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
 
 
