@@ -189,7 +189,7 @@ class _Uses(Reader):
             at = (*given[0].steps, (".", name))
             return Symbol("", "inner", at) if isinstance(name, str) else None
         if called.steps == ("zip",):
-            return Symbol("", ZIP, tuple(given))
+            return Symbol("", ZIP, tuple(given)) if given else None
         if len(called.steps) == 1 and last in _PASSES and given:
             counts = last == "enumerate" and given[0] is not None and given[0].kind == ZIP
             return Symbol("", COUNTED, given[0].steps) if counts and given[0] else given[0]

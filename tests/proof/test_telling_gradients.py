@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import oomkit
+from oomkit._proof.diagnose import advice
 from oomkit.testing import inject_oom
 
 ROWS = 8
@@ -175,3 +176,11 @@ def test_rows_without_a_gradient_are_not_the_ones_that_prove(masked: int, couple
         return
     for one, two in zip(made(False).parameters(), made(True).parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+def test_weights_are_no_advice_where_those_in_use_fit_as_well() -> None:
+    """Parts as heavy as each other fit all of them: what differs is something else."""
+    rules = [("rows", "mean over rows"), ("labels", "mean over x that are not 0")]
+    assert "couples the samples" in advice(rules, False, False, False)
+    assert "a mean over x that are not 0: pass weight=" in advice(rules[1:], False, False, False)
+    assert 'pass reduction="mean"' in advice(rules, True, False, False)
