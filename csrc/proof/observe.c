@@ -237,6 +237,10 @@ proof_update(interceptor_object *self, PyObject *optimizer, PyObject *const *arg
             done = PyObject_CallMethod(
                 call->proof->judge, "update", "OOOOO", self->target, self->name,
                 optimizer == NULL ? Py_None : optimizer, positional, named);
+            if (done != NULL) {
+                Py_SETREF(done,
+                          PyObject_CallMethod(call->proof->around, "updated", NULL));
+            }
         }
     }
     return done == NULL ? -1 : 1;

@@ -141,13 +141,36 @@ oomkit_proof_loud(oomkit_proof *p)
     Py_CLEAR(p->quieted);
 }
 
+/* object.method(), with an exception in flight, which stays. 0 or -1. */
 static int
-put_back_gradients(void *p)
+run_ask(const oomkit_proof *p, PyObject *object, const char *method)
 {
-    return oomkit_proof_gradients_back(p);
+    PyObject *exception =
+        PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
+    OWNED PyObject *done = NULL;
+
+    EXEMPT (p->call->st) {
+        done = PyObject_CallMethod(object, method, NULL);
+    }
+    if (exception != NULL) {
+        if (done == NULL) {
+            PyErr_WriteUnraisable(p->call->given.func);
+        }
+        oomkit_exception_give(exception);
+    }
+    return done == NULL ? -1 : 0;
 }
 
-/* Everything but the gradients; `failed`: an error of theirs is in flight, and is the
+/* Gradients, and tensors that nothing has marked. */
+static int
+put_back_written(void *argument)
+{
+    oomkit_proof *p = argument;
+
+    return run_ask(p, p->around, "put_back") < 0 ? -1 : oomkit_proof_gradients_back(p);
+}
+
+/* Everything else; `failed`: an error of theirs is in flight, and is the
  * one to see. As oomkit_take_back(). */
 static int
 put_back_rest(oomkit_call *call, PyObject **message, int failed)
@@ -185,7 +208,7 @@ oomkit_proof_put_back(oomkit_proof *p)
     }
     oomkit_grads_release(call);
     memset(&call->grads, 0, sizeof(call->grads));
-    result = oomkit_insist(call->st, put_back_gradients, p, &error);
+    result = oomkit_insist(call->st, put_back_written, p, &error);
     if (error != NULL) {
         oomkit_exception_give(error);
     }
@@ -241,26 +264,6 @@ oomkit_proof_drew(oomkit_proof *p)
         drew = PyObject_CallMethod(p->draws, "drew", NULL);
     }
     return drew == NULL ? -1 : drew == Py_True;
-}
-
-/* object.method(), with an exception in flight, which stays. 0 or -1. */
-static int
-run_ask(const oomkit_proof *p, PyObject *object, const char *method)
-{
-    PyObject *exception =
-        PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
-    OWNED PyObject *done = NULL;
-
-    EXEMPT (p->call->st) {
-        done = PyObject_CallMethod(object, method, NULL);
-    }
-    if (exception != NULL) {
-        if (done == NULL) {
-            PyErr_WriteUnraisable(p->call->given.func);
-        }
-        oomkit_exception_give(exception);
-    }
-    return done == NULL ? -1 : 0;
 }
 
 /* Is what the graphs of this run keep to be in host memory? Parts fit as they are. */
@@ -326,11 +329,21 @@ draws_enter(oomkit_proof *p)
     return done == NULL ? -1 : 0;
 }
 
+static int
+draws_leave(oomkit_proof *p)
+{
+    return p->numbers == OOMKIT_NUMBERS_SAME ? run_ask(p, p->draws, "leave") : 0;
+}
+
+/* Both may be dispatch modes, which end in turn. */
 int
 oomkit_proof_run_enter(oomkit_proof *p)
 {
-    if (run_ask(p, p->around, "enter") < 0 || draws_enter(p) < 0) {
-        (void)run_ask(p, p->around, "leave"); /* the first error is raised */
+    if (draws_enter(p) < 0) {
+        return -1;
+    }
+    if (run_ask(p, p->around, "enter") < 0) {
+        (void)oomkit_proof_run_leave(p); /* the first error is raised */
         return -1;
     }
     return 0;
@@ -345,10 +358,9 @@ oomkit_proof_coarsely(oomkit_proof *p)
 int
 oomkit_proof_run_leave(oomkit_proof *p)
 {
-    const int result =
-        p->numbers == OOMKIT_NUMBERS_SAME ? run_ask(p, p->draws, "leave") : 0;
+    const int result = run_ask(p, p->around, "leave");
 
-    return run_ask(p, p->around, "leave") < 0 ? -1 : result;
+    return draws_leave(p) < 0 ? -1 : result;
 }
 
 /* 0 or -1. */

@@ -209,7 +209,7 @@ class Places:
 
     def store_attribute(self, owner: Spot, name: str) -> None:
         value = owner.value
-        if isinstance(value, CONTAINERS):
+        if isinstance(value, CONTAINERS) or (isinstance(value, torch.Tensor) and name == "data"):
             self.fill(owner)  # a dict whose items are its attributes
         if isinstance(value, (torch.Tensor, *OWN_RULES, *CONTAINERS)) or name == "grad":
             return

@@ -1,4 +1,5 @@
-"""What surrounds a run of a proof: full single precision, and host memory for what graphs keep.
+"""What surrounds a run of a proof: full single precision, host memory for what graphs keep, and
+tensors that it writes to, which are put back.
 
 Autocast leaves gradients known to some per cent: `alone` leaves it out, for a second look.
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from .._code.module_buffers import is_compiling
+from .kept import Kept
 
 __all__ = ["Around"]
 
@@ -50,15 +52,17 @@ def _set_but_here(thread: int, kind: str, enabled: bool) -> None:
 
 
 class Around:
-    """Around a run: `enter` and `leave`, `on_host` and `on_device`, `hush` and `speak`.
+    """Around a run: `enter`, `updated`, `leave` and `put_back`; `on_host` and `on_device`; `hush`
+    and `speak`.
 
     `is_full`: products of single precision have all its bits. Kernels of a program's own may not.
     `alone`: autocast does nothing.
     """
 
-    __slots__ = ("_cast", "_host", "_hushed", "_saved", "alone", "is_full")
+    __slots__ = ("_cast", "_host", "_hushed", "_kept", "_saved", "alone", "is_full")
 
-    def __init__(self) -> None:
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self._kept = Kept(params)
         self._host = torch.autograd.graph.save_on_cpu()
         self._cast: list[str] = []  # kinds of devices for which autocast was on
         self.alone = False
@@ -66,6 +70,7 @@ class Around:
         self.is_full = False
 
     def enter(self) -> None:
+        self._kept.begin()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the first way, which the program has not taken
             self.is_full = all([self._all_bits(*ways) for ways in _WAYS])
@@ -94,6 +99,7 @@ class Around:
         return True
 
     def leave(self) -> None:
+        self._kept.end()
         if self.alone:
             torch.set_autocast_enabled = _set_autocast
         while self._cast:
@@ -107,6 +113,14 @@ class Around:
                 put, was = self._saved[-1]
                 put(was)
                 self._saved.pop()
+
+    def updated(self) -> None:
+        """An update has been held back."""
+        self._kept.updated()
+
+    def put_back(self) -> None:
+        """After a run, when it has been looked at."""
+        self._kept.put_back()
 
     def on_host(self) -> None:
         """What a graph keeps goes to host memory from now on."""

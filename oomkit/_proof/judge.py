@@ -109,7 +109,7 @@ class Proof:
         self._is_hidden = False
         self._orders = 0  # order_rows(): rows are put in order
         self.draws = Draws()
-        self.around = Around()
+        self.around = Around(params)
         self._runs: dict[str, Run] = {}
         self._now = ""
         self._base = "whole"  # the run that others are compared with

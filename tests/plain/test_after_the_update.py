@@ -71,12 +71,16 @@ class World:
         self.timer, self.notes, self.mean = Timer(), Attributes(n=0), Mean()
         self.hidden = 0
         self.callbacks = [Callback(), Callback()]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.optimizer.state[self.model.weight]["average"] = torch.zeros(3)
+        self.model.weight.average = torch.zeros(3)  # type: ignore[assignment]
 
     def tell(self, value: int) -> None:
         [callback.on_step(value) for callback in self.callbacks]
 
     def state(self) -> list[Any]:
         tensors = [*self.values, *(t for some in self.nested for t in some), *self.average.values()]
+        tensors += [self.optimizer.state[self.model.weight]["average"], self.model.weight.average]
         own = [
             self.timer.count,
             *(c.count for c in self.callbacks),
@@ -93,6 +97,10 @@ class World:
     @seen.setter
     def seen(self, value: int) -> None:
         self.hidden = value
+
+    @property
+    def first(self) -> torch.Tensor:
+        return self.values[0]
 
     @torch.no_grad()
     def moves(self, value: float) -> None:
@@ -234,29 +242,78 @@ def results_put_somewhere(w: Any) -> None:
     np.multiply(w.array, 2.0, out=w.array)
 
 
+@form
+def one_of_two(w: Any) -> None:
+    mean = w.values[0] if w.hidden == 0 else w.values[1]
+    mean.mul_(0.5).add_(1)
+
+
+@form
+def what_a_property_returns(w: Any) -> None:
+    w.first.mul_(0.5).add_(1)
+
+
+@form
+def by_vars(w: Any) -> None:
+    vars(w)["values"][0][1:] += 1
+
+
+@form
+def a_method_named_by_a_variable(w: Any) -> None:
+    for name in ("add_", "mul_"):
+        getattr(w.values[0], name)(3)
+
+
+@form
+def an_attribute_of_a_parameter(w: Any) -> None:
+    for p in w.model.parameters():
+        if hasattr(p, "average"):
+            p.average.lerp_(torch.ones(3), 0.5)
+
+
+@form
+def an_entry_of_the_optimizer(w: Any) -> None:
+    for state in w.optimizer.state.values():
+        torch._foreach_add_([state["average"]], 1.0)
+
+
+@form
+def another_storage(w: Any) -> None:
+    for mean in w.values:
+        mean.data = mean.data * 0.5 + 1
+
+
+def train(store: Store, fault: inject_oom | None) -> list[Any]:
+    """The state after three calls, of which the second suffers the fault; None: undecorated."""
+    w = World()
+
+    def step(x: torch.Tensor) -> None:
+        w.optimizer.zero_grad()
+        w.model(x).square().mean().backward()
+        w.optimizer.step()
+        current = oomkit.current()
+        if current is None or current.is_last:
+            store(w)
+
+    trains = step if fault is None else oomkit.auto_batch(step)
+    for call in range(3):
+        x = torch.randn(8, 4)
+        with fault if fault is not None and call == 1 else contextlib.nullcontext():
+            trains(x)
+    if fault is not None:
+        assert [r.accumulation_steps > 1 for r in trains.records] == [False, True, True]
+        assert fault.fired == 1 + (fault._then is not None)
+    return w.state()
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_store_after_the_update_is_made_once_in_each_call(name: str) -> None:
-    def train(decorated: bool) -> list[Any]:
-        w = World()
-        optimizer = torch.optim.SGD(w.model.parameters(), lr=0.0)
-        store = FORMS[name]
+    there = train(FORMS[name], inject_oom(nth=3, phase="backward"))
+    assert there == train(FORMS[name], None)
 
-        def step(x: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            w.model(x).square().mean().backward()
-            optimizer.step()
-            current = oomkit.current()
-            if current is None or current.is_last:
-                store(w)
 
-        trains = oomkit.auto_batch(step) if decorated else step
-        for call in range(3):
-            x = torch.randn(8, 4)
-            strikes = decorated and call == 1
-            with inject_oom(nth=3, phase="backward") if strikes else contextlib.nullcontext():
-                trains(x)
-        if decorated:
-            assert [r.accumulation_steps for r in trains.records] == [1, 2, 2]
-        return w.state()
-
-    assert train(True) == train(False)
+@pytest.mark.parametrize("second", range(2, 60, 5))
+def test_so_it_is_where_a_run_of_the_proof_fails(second: int) -> None:
+    store = what_a_property_returns
+    fault = inject_oom(nth=3, phase="backward", then=inject_oom(nth=second, phase="backward"))
+    assert train(store, fault) == train(store, None)
