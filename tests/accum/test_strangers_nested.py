@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.messages import message_of
+from helpers.sample import sampled, with_rest
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import SEED
@@ -103,9 +105,14 @@ def _same(a: list[Any], b: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("prior", [False, True])
-@pytest.mark.parametrize("form", ["inside", "returned"])
-@pytest.mark.parametrize("how", ["checkpoint", "two", "function", "tensor", "known"])
+HOW = ["checkpoint", "two", "function", "tensor", "known"]
+NESTED = list(itertools.product(HOW, ["inside", "returned"], [False, True]))
+
+
+@pytest.mark.parametrize(
+    ("how", "form", "prior"),
+    with_rest(sampled(NESTED, 10, "nested", kind=lambda case: case[0]), NESTED),
+)
 def test_every_place_of_an_oom_is_exact_or_refused_by_name(
     how: str, form: str, prior: bool
 ) -> None:

@@ -232,7 +232,7 @@ def test_no_memory_while_it_is_proven_again(parts: int) -> None:
     masks = _late(torch.float64, 1)
     want = _train(lambda step: step, masks, 2)
     equal = 0
-    for nth in places(5 * parts):
+    for nth in places(8 * parts):
         fault = inject_oom(nth=nth)
         try:
             got = _train(oomkit.auto_batch(accumulation_steps=parts), masks, 2, last=fault)
@@ -244,7 +244,7 @@ def test_no_memory_while_it_is_proven_again(parts: int) -> None:
         equal += fault.fired
         if not fault.fired:
             break
-    assert equal > (5 if WHOLE else 2)
+    assert equal > (5 if WHOLE else 1)
 
 
 def test_weights_that_were_found_are_looked_at_again() -> None:

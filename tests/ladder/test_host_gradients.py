@@ -278,7 +278,7 @@ def test_a_failure_anywhere_is_undone_and_repeated(phase: str) -> None:
     plain.one()
     plain.one()
     expected = plain.picture()
-    for nth in sampled(range(1, _counted(Program, phase) + 1), 3, phase):
+    for nth in sampled(range(1, _counted(Program, phase) + 1), 2, phase):
         program = Program()
         with room(ENOUGH, program):
             program.one()

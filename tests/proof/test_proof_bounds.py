@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from helpers.sample import sampled, with_rest
 from helpers.seen import Seen
 from torch import nn
 from torch.nn import functional as F
@@ -208,9 +210,13 @@ def _run(loss: Loss, returned: bool, steps: int | None) -> list[torch.Tensor]:
     return [t.detach().clone() for t in [*model.parameters(), *grads] if t is not None]
 
 
-@pytest.mark.parametrize("returned", [False, True])
-@pytest.mark.parametrize("steps", [2, ROWS])
-@pytest.mark.parametrize("name", COUPLED)
+def _some(names: Iterable[str]) -> list[Any]:
+    """Each of them once in two micro-batches or one row at a time, inside or returned."""
+    cases = list(itertools.product(names, [2, ROWS], [False, True]))
+    return with_rest(sampled(cases, len(cases) // 2, kind=lambda case: case[0]), cases)
+
+
+@pytest.mark.parametrize(("name", "steps", "returned"), _some(COUPLED))
 def test_of_the_whole_batch(name: str, steps: int, returned: bool) -> None:
     with pytest.raises(
         oomkit.SplitError, match=r"\(\) clips a number that is computed from all rows"
@@ -218,9 +224,7 @@ def test_of_the_whole_batch(name: str, steps: int, returned: bool) -> None:
         _run(COUPLED[name], returned, steps)
 
 
-@pytest.mark.parametrize("returned", [False, True])
-@pytest.mark.parametrize("steps", [2, ROWS])
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize(("name", "steps", "returned"), _some(APART))
 def test_of_anything_else(name: str, steps: int, returned: bool) -> None:
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return APART[name](model, x, y) + _mean(model, x, y)
@@ -315,8 +319,10 @@ def test_an_order_over_rows_is_not_shown_by_rows_with_equal_values(order: str, l
         moved()
 
 
-@pytest.mark.parametrize("fits", [2, 3, 4])
-@pytest.mark.parametrize("order", ["index", "gather", "sort"])
+FITS = list(itertools.product(["index", "gather", "sort"], [2, 3, 4]))
+
+
+@pytest.mark.parametrize(("order", "fits"), with_rest(sampled(FITS, 4, "fits"), FITS))
 def test_an_order_over_rows_is_not_shown_by_a_part_of_one_row(order: str, fits: int) -> None:
     for late in (4, 5):  # the losses of calls 4 and 8 are compared anyway
         _, moved = _against_its_copy(ORDERS[order], late, fits=fits)

@@ -6,11 +6,13 @@ proven before its update, and refused where rows are coupled.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.sample import sampled, with_rest
 from helpers.seen import Seen
 from torch import nn
 from torch.nn import functional as F
@@ -182,10 +184,16 @@ EVERYWHERE += [turned, swapped, rolled, normed]
 OF_ROWS = [in_the_last_rows, factor_of_rows, layered]
 
 
+COUPLED = list(itertools.product([*EVERYWHERE, *OF_ROWS], [False, True], [2, ROWS]))
+SOME = sampled(COUPLED, len(COUPLED) // 2, "coupled", kind=lambda case: case[0])
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient hook of")
-@pytest.mark.parametrize("steps", [2, ROWS])  # at last one row at a time
-@pytest.mark.parametrize("returned", [False, True], ids=["whole step", "returned loss"])
-@pytest.mark.parametrize("loss", [*EVERYWHERE, *OF_ROWS])
+@pytest.mark.parametrize(
+    ("loss", "returned", "steps"),
+    with_rest(SOME, COUPLED),
+    ids=lambda of: ("returned loss" if of else "whole step") if isinstance(of, bool) else None,
+)
 def test_coupled_rows_are_refused_before_the_update(loss: Loss, returned: bool, steps: int) -> None:
     before = Program(loss, coupled, returned)
     before.train(LATER)

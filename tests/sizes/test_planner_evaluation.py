@@ -2,9 +2,11 @@
 pile up: the last micro-batch needs more than the second."""
 
 import gc
+import itertools
 
 import pytest
 import torch
+from helpers.sample import sampled, with_rest
 from torch import nn
 
 import oomkit
@@ -20,8 +22,10 @@ def needed(k: int) -> int:
     return rows * PER_ROW + (ROWS - rows) * OUTPUT
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("k", [3, 5, 6, 7])
+CASES = list(itertools.product([3, 5, 6, 7], [False, True]))
+
+
+@pytest.mark.parametrize(("k", "frozen"), with_rest(sampled(CASES, 4, "k"), CASES))
 def test_the_fewest_micro_batches_that_fit_are_found(k: int, frozen: bool) -> None:
     gc.collect()  # what other tests left would be room that comes while this one runs
     with oomkit.limit_memory(2**50, device="cpu"):

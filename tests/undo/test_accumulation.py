@@ -123,7 +123,7 @@ def test_errors_one_after_the_other(form: str, times: int) -> None:
     cuts = [4] * 2, [2] * 4, [1] * 8
     fine = [World(form).run(3, lambda: force_slices(each)) for each in cuts]  # noqa: B023
     last, refused = _count(form), 0
-    for nth in sampled(range(1, 4 * last), 16):
+    for nth in sampled(range(1, 4 * last), 9):
         fault = inject_oom(nth=last, phase="backward", then=inject_oom(nth=nth, times=times))
         world = World(form)
         try:

@@ -28,7 +28,7 @@ QUICK = [name for name, model in MODELS.items() if not model.compiled]
 COUPLED = {"coupled samples", "spectral and weight norm"}
 
 
-@pytest.mark.parametrize("name", with_rest(sampled(QUICK, 16, "models"), QUICK))
+@pytest.mark.parametrize("name", with_rest(sampled(QUICK, 10, "models"), QUICK))
 def test_model(name: str) -> None:
     model = MODELS[name]
     oomkit._C._prove(name not in COUPLED)
