@@ -15,7 +15,7 @@ from .explore import Found, couples, explore
 from .grammar import PLACES, Sentence, sentence
 from .judge import Trouble, Verdict, judge
 
-PROGRAMS = 60
+PROGRAMS = 40
 MANY = 3000
 
 

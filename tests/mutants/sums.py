@@ -387,7 +387,9 @@ MUTANTS = [
         "for (i = 0; result > 0 && !p->own && !p->moved && most > 7; i++) {",
         (
             "proof/test_proof_chance.py"
-            "::test_what_agrees_by_chance_in_some_rows_is_not_shown_by_them[positives-training]",
+            "::test_what_agrees_by_chance_in_some_rows_is_not_shown_by_them[positives-evaluation]",
+            "proof/test_proof_chance.py"
+            "::test_a_mean_over_rows_is_compared_whole_and_split_all_the_same",
         ),
     ),
     Mutant(
