@@ -47,10 +47,14 @@ ranks: $(VENV)/.test $(BUILT) ## Run all tests of several ranks, of which make t
 	$(PY) -m pytest tests/ranks -m "not gpu" $(WORKERS) $(PYTEST_ARGS)
 
 # One for each: Optuna 4 and 5 cannot live in one environment. oomkit is not installed there:
-# .venv's build fits them, for Python and torch are the same.
+# .venv's build fits them, for Python and torch are the same. The documents' commands are run with
+# Optuna 5, of which they show the output.
+OPTUNAS ?= 5 4
+BLOCKS_5 := tests/docs/test_blocks.py
+BLOCKS_4 := $(BLOCKS_5)::test_python
 test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ## Run the tests of other frameworks (the first time 5 minutes more)
-	set -e; for version in 5 4; do PYTHONPATH=. .venv-optuna$$version/bin/python -m pytest \
-	    tests/integrations tests/docs/test_blocks.py $(PYTEST_ARGS); done
+	set -e; $(foreach version,$(OPTUNAS),PYTHONPATH=. .venv-optuna$(version)/bin/python -m pytest \
+	    tests/integrations $(BLOCKS_$(version)) $(PYTEST_ARGS); )
 
 test-sinks: $(BUILT) .venv-sinks/.installed ## Run the tests of loggers and notebooks (the first time 2 minutes more)
 	PYTHONPATH=.:tests WANDB_MODE=offline .venv-sinks/bin/python -m pytest tests/sinks \
