@@ -74,7 +74,8 @@ typedef struct oomkit_step {
     int hooks_said;                 /* the warning about hooks on gradients was given */
     int unguarded_said;             /* of a loop: its body has no guard */
     struct oomkit_plain_site *plain; /* places that its code stores to, or NULL */
-    int plain_looked;                /* for them: once, or (2) again after a failure */
+    int plain_looked;                /* for them: once, or (2) again: what the first
+                                        call has made is there then */
     int fall_said;                   /* a smaller plan was told of at WARNING */
     int effects_said;     /* what the step changes besides was looked at and said */
     PyObject *left_out;   /* owned: modules that cannot be computed twice, or NULL */

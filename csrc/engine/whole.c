@@ -50,9 +50,11 @@ engine_participants(oomkit_call *call)
         old = step->parts;
         step->parts = found;
         oomkit_participants_release(old);
-        if (oomkit_plain_find(call) < 0) {
+        if (oomkit_plain_find(call, 0) < 0) {
             return -1;
         }
+    } else if (step->plain_looked == 1 && oomkit_plain_find(call, 1) < 0) {
+        return -1;
     }
     return oomkit_call_take_part(call, step->parts);
 }

@@ -96,9 +96,8 @@ oomkit_reference_get(PyObject *ref)
     return object == Py_None ? NULL : Py_NewRef(object);
 }
 
-/* 1 when the object was not seen yet, 0 when it was, -1 with an exception. */
-static int
-parts_first_time(oomkit_participants *parts, PyObject *object)
+int
+oomkit_participants_first_time(oomkit_participants *parts, PyObject *object)
 {
     int known;
     OWNED PyObject *address = PyLong_FromVoidPtr(object);
@@ -127,7 +126,7 @@ parts_add_tensor(oomkit_state *st, oomkit_participants *parts, PyObject *tensor)
         (!facts.requires_grad && !oomkit_tensor_is_parameter(st, tensor))) {
         return leaf < 0 ? -1 : 0;
     }
-    first = parts_first_time(parts, tensor);
+    first = oomkit_participants_first_time(parts, tensor);
     if (first <= 0) {
         return first;
     }
@@ -230,14 +229,31 @@ parts_append_owner(oomkit_participants *parts, PyObject *object, oomkit_owner_ki
 static int
 parts_add_owner(oomkit_participants *parts, PyObject *object, oomkit_owner_kind kind)
 {
-    int first = parts_first_time(parts, object);
+    int first = oomkit_participants_first_time(parts, object);
     return first <= 0 ? first : parts_append_owner(parts, object, kind);
+}
+
+/* Random generators that a module has as attributes, as for noise or masks. */
+static int
+parts_add_generators(oomkit_state *st, oomkit_participants *parts, PyObject *module)
+{
+    OWNED PyObject *own = oomkit_own_attributes(module, NULL);
+    Py_ssize_t i;
+
+    for (i = 1; own != NULL && i < PyTuple_GET_SIZE(own); i += 2) {
+        PyObject *value = PyTuple_GET_ITEM(own, i); /* borrowed */
+        if (PyObject_TypeCheck(value, (PyTypeObject *)st->Generator) &&
+            parts_add_owner(parts, value, OOMKIT_OWNER_GENERATOR) < 0) {
+            return -1;
+        }
+    }
+    return own == NULL ? -1 : 0;
 }
 
 static int
 parts_add_module(oomkit_state *st, oomkit_participants *parts, PyObject *module)
 {
-    int first = parts_first_time(parts, module);
+    int first = oomkit_participants_first_time(parts, module);
     if (first <= 0) {
         return first;
     }
@@ -248,7 +264,8 @@ parts_add_module(oomkit_state *st, oomkit_participants *parts, PyObject *module)
     }
     if (parts_add_root(parts, module) < 0 ||
         parts_each_value(st, parts, module, st->str_parameters, 0) < 0 ||
-        parts_add_buffered(st, parts, module) < 0) {
+        parts_add_buffered(st, parts, module) < 0 ||
+        parts_add_generators(st, parts, module) < 0) {
         return -1;
     }
     if (Py_EnterRecursiveCall(" while collecting the parts of a module")) {

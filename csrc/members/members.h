@@ -234,6 +234,11 @@ oomkit_is_plain(PyObject *object)
            PyCFunction_Check(object);
 }
 
+/* While they are searched: 1 when the object was not seen yet, 0 when it was, -1 with
+ * an exception. */
+int
+oomkit_participants_first_time(oomkit_participants *parts, PyObject *object);
+
 int
 oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *object,
                         int depth);

@@ -6,6 +6,7 @@
 
 #define CALLED_DEPTH 3     /* functions called by functions of the step */
 #define OBJECT_LIMIT 10000 /* attributes looked at, whatever they lead to */
+#define ITEM_LIMIT 64      /* elements of a list or a dictionary that are looked at */
 
 static int
 search_source(oomkit_search *s, PyObject *container, PyObject *key, PyObject *object,
@@ -46,6 +47,9 @@ name_is_private(PyObject *name)
     return PyUnicode_Check(name) && PyUnicode_GET_LENGTH(name) > 0 &&
            PyUnicode_READ_CHAR(name, 0) == '_';
 }
+
+static int
+search_function(oomkit_search *s, PyObject *func, int depth);
 
 int
 oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
@@ -94,6 +98,50 @@ oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
     return 0;
 }
 
+/* What a functools.partial binds, and the function behind it. 0 or -1. */
+static int
+search_partial(oomkit_search *s, PyObject *value)
+{
+    OWNED PyObject *inner = NULL;
+    int result = oomkit_participants_first_time(s->parts, value);
+
+    if (result <= 0) {
+        return result;
+    }
+    inner = PyObject_GetAttr(value, s->st->str_func);
+    return inner == NULL || oomkit_search_partial(s, value) < 0
+               ? -1
+               : search_function(s, inner, 1);
+}
+
+/* What is called by another name than its own: elements of a list or a dictionary that
+ * are functions or objects of the user's own. 0 or -1. */
+static int
+search_items(oomkit_search *s, PyObject *container, int depth)
+{
+    OWNED PyObject *values =
+        PyDict_Check(container) ? PyDict_Values(container) : Py_NewRef(container);
+    OWNED PyObject *items = values == NULL ? NULL : PySequence_Tuple(values);
+    Py_ssize_t i;
+
+    for (i = 0; items != NULL && i < PyTuple_GET_SIZE(items) && i < ITEM_LIMIT; i++) {
+        PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed from items */
+        int result = 0;
+        if (PyMethod_Check(item)) { /* its object may be the one that has this list */
+            result = oomkit_search_value(s, PyMethod_GET_SELF(item), depth);
+            item = PyMethod_GET_FUNCTION(item);
+        }
+        if (result == 0) {
+            result = PyFunction_Check(item) ? search_function(s, item, 1)
+                                            : oomkit_search_value(s, item, depth);
+        }
+        if (result < 0) {
+            return -1;
+        }
+    }
+    return items == NULL ? -1 : 0;
+}
+
 int
 oomkit_search_value(oomkit_search *s, PyObject *value, int depth)
 {
@@ -110,6 +158,13 @@ oomkit_search_value(oomkit_search *s, PyObject *value, int depth)
     }
     if (is_module_object(s, value)) {
         return depth > 0 ? oomkit_search_attributes(s, value, 1) : 0;
+    }
+    if (PyDict_CheckExact(value) || PyList_CheckExact(value) ||
+        PyTuple_CheckExact(value)) {
+        return depth > 0 ? search_items(s, value, depth - 1) : 0;
+    }
+    if (PyObject_TypeCheck(value, (PyTypeObject *)s->st->partial)) {
+        return depth > 0 ? search_partial(s, value) : 0;
     }
     if (search_total(s->parts) != before || oomkit_tensor_check(s->st, value) ||
         PyModule_Check(value) || PyFunction_Check(value) || PyDict_Check(value) ||
@@ -134,9 +189,6 @@ oomkit_search_value(oomkit_search *s, PyObject *value, int depth)
     }
     return depth > 0 ? oomkit_search_attributes(s, value, depth) : 0;
 }
-
-static int
-search_function(oomkit_search *s, PyObject *func, int depth);
 
 /* A module named by the code: attributes of it that the code names too. */
 static int
@@ -261,7 +313,7 @@ search_closure(oomkit_search *s, PyObject *closure, PyObject *names, int depth)
 static int
 search_function(oomkit_search *s, PyObject *func, int depth)
 {
-    OWNED PyObject *code = NULL, *names = NULL, *address = NULL;
+    OWNED PyObject *code = NULL, *names = NULL;
     int result;
 
     if (PyMethod_Check(func)) {
@@ -289,13 +341,9 @@ search_function(oomkit_search *s, PyObject *func, int depth)
         inner = PyObject_GetAttr(func, s->st->str_func);
         return inner == NULL ? -1 : search_function(s, inner, depth);
     }
-    address = PyLong_FromVoidPtr(func);
-    result = address == NULL ? -1 : PySet_Contains(s->parts->seen, address);
-    if (result != 0) {
-        return result < 0 ? -1 : 0;
-    }
-    if (PySet_Add(s->parts->seen, address) < 0) {
-        return -1;
+    result = oomkit_participants_first_time(s->parts, func);
+    if (result <= 0) {
+        return result;
     }
     code = Py_NewRef(PyFunction_GET_CODE(func));
     names = PyObject_GetAttr(code, s->st->str_co_names);

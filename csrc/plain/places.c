@@ -186,7 +186,7 @@ site_merge(oomkit_plain_site *site, const oomkit_plain_site *before)
 
 /* Only what has places or streams is kept: a step without pays for one look at NULL. */
 int
-oomkit_plain_find(oomkit_call *call)
+oomkit_plain_find(oomkit_call *call, int again)
 {
     oomkit_step *step = call->step;
     OWNED PyObject *positional = NULL, *named = NULL, *found = NULL;
@@ -208,18 +208,17 @@ oomkit_plain_find(oomkit_call *call)
     if (PyErr_Occurred()) {
         return -1;
     }
+    step->plain_looked = again ? 2 : step->plain_looked == 0 ? 1 : step->plain_looked;
     before = step->plain;
-    if (call->tries.ooms > 0 && site != NULL && before != NULL &&
-        site_merge(site, before) < 0) {
+    if (again && site != NULL && before != NULL && site_merge(site, before) < 0) {
         KEEPING_EXCEPTION {
             oomkit_plain_site_release(site);
         }
         return -1;
     }
-    if (call->tries.ooms > 0 && site == NULL) {
+    if (again && site == NULL) {
         return 0; /* what was found before is as good */
     }
-    step->plain_looked = step->plain_looked == 0 ? 1 : step->plain_looked;
     step->plain = site;
     oomkit_plain_site_release(before);
     return 0;

@@ -324,8 +324,7 @@ oomkit_plain_begin(oomkit_call *call)
     oomkit_plain *plain = call->entry.plain;
 
     if (call->tries.ooms > 0 && call->step->plain_looked == 1 && plain == NULL) {
-        call->step->plain_looked = 2; /* what was made in the first call is there now */
-        if (oomkit_plain_find(call) < 0) {
+        if (oomkit_plain_find(call, 1) < 0) {
             return -1;
         }
         site = call->step->plain;

@@ -158,9 +158,11 @@ typedef struct oomkit_plain_site {
     PyObject *said;             /* owned set of names that could not be put back */
 } oomkit_plain_site;
 
-/* When the participants were searched, and once after the first failure. 0 or -1. */
+/* When the participants were searched, and once `again`, when what the first call makes
+ * may be there: what was found before stays. 0 or -1. */
 int
-oomkit_plain_find(oomkit_call *call);
+oomkit_plain_find(oomkit_call *call, int again);
+
 /* At the begin of an attempt. 0 or -1. */
 int
 oomkit_plain_begin(oomkit_call *call);

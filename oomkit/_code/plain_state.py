@@ -66,6 +66,7 @@ _FILLS = frozenset(
 _ARRAY_FILLS = frozenset("sort fill put partition resize itemset byteswap".split())
 # Large, and without state of the step's.
 _LIBRARIES = frozenset({"transformers", "lightning", "pytorch_lightning", "peft", "diffusers"})
+_HOOK = Use(CALL, None)
 # What torchmetrics keeps beside the states that `_defaults` names.
 _METRIC = ("_update_count", "_computed", "_update_called", "_forward_cache", "_cache", "_is_synced")
 _COLLECTION = ("_groups_checked", "_groups", "_state_is_copy")
@@ -397,6 +398,9 @@ class Places:
                 self.enter(frame, function, use, spot)
             return
         for part in parts:
+            for kind in ("_forward_pre_hooks", "_forward_hooks"):
+                for hook in [*own_of(part.value).get(kind, {}).values()]:
+                    self.called(frame, hook, _HOOK, None)
             forward = _method(part.value, "forward")
             if forward is not None and not is_metric(part.value):
                 for inner in wrapped(forward):

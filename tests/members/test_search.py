@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import oomkit
-from oomkit.testing import force_slices
+from oomkit.testing import force_slices, inject_oom
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -92,6 +93,39 @@ def _namespace(made: Made) -> Callable[..., Any]:
     return step
 
 
+def _partial_by_name(made: Made) -> Callable[..., Any]:
+    update = functools.partial(_update, *made)
+    return lambda x: update(x)
+
+
+def _functions_in_a_list(made: Made) -> Callable[..., Any]:
+    updates = [lambda x: _update(*made, x)]
+
+    def step(x: Any) -> None:
+        for update in updates:
+            update(x)
+
+    return step
+
+
+def _partials_in_a_dictionary(made: Made) -> Callable[..., Any]:
+    updates = {"all": functools.partial(_update, *made)}
+    return lambda x: updates["all"](x)
+
+
+class _Updater:
+    def __init__(self, made: Made) -> None:
+        self.made, self.others = made, [self.run]
+
+    def run(self, x: Any) -> None:
+        _update(*self.made, x)
+
+
+def _objects_in_a_list(made: Made) -> Callable[..., Any]:
+    updaters = [_Updater(made)]
+    return lambda x: updaters[0].run(x)
+
+
 WAYS = [
     _default,
     _keyword_default,
@@ -100,6 +134,10 @@ WAYS = [
     _class_attributes,
     _class_method,
     _namespace,
+    _partial_by_name,
+    _functions_in_a_list,
+    _partials_in_a_dictionary,
+    _objects_in_a_list,
 ]
 
 
@@ -156,3 +194,30 @@ def test_what_a_default_holds_is_not_kept_alive() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+class _Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+def test_a_generator_of_a_part_of_the_model_goes_back() -> None:
+    losses = []
+    for strikes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([_Noise()])[0], nn.Linear(4, 4))
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor, model: nn.Module = model) -> float:
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            return loss.item()
+
+        step(torch.ones(1, 4))
+        with inject_oom(nth=2, phase="backward") if strikes else nullcontext():
+            losses.append(step(torch.ones(1, 4)))
+    assert losses[0] == losses[1]

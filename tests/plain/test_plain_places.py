@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -432,3 +433,79 @@ def test_functions_out_of_a_table_of_another_module() -> None:
     with inject_oom(nth=3, phase="backward"), pytest.raises(oomkit.OutOfMemory):
         step(_x())
     assert not hasattr(box, "past")
+
+
+class Temperature:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def cool(self) -> None:
+        self.value *= 0.5
+
+
+class Lazy:
+    """Makes what it stores to in its first call."""
+
+    temperature: Temperature | None = None
+
+    def __init__(self) -> None:
+        self.model, _ = _model()
+        self.history: dict[str, list[int]] = defaultdict(list)
+
+    def step(self, x: torch.Tensor) -> None:
+        if self.temperature is None:
+            self.temperature = Temperature()
+        self.temperature.cool()
+        self.history["rows"].append(len(x))
+        _raised(self.model, x)
+
+
+def test_what_the_first_call_makes_goes_back_at_the_first_failure() -> None:
+    lazy = Lazy()
+    step = oomkit.auto_batch(lazy.step)
+    step(_x(1))
+    step(_x(1))
+    _fail(step, _x(1))
+    assert lazy.temperature is not None and lazy.temperature.value == 0.125
+    assert lazy.history == {"rows": [1, 1, 1]}
+
+
+class Activity:
+    """What hooks collect in the forward, and the step takes."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self.mean = torch.zeros(())
+
+    def before(self, module: nn.Module, given: Any) -> None:
+        self.mean += 1
+
+    def __call__(self, module: nn.Module, given: Any, out: torch.Tensor) -> None:
+        self.values.append(out.square().mean())
+
+    def take(self) -> torch.Tensor:
+        total = sum(self.values, start=torch.zeros(()))
+        self.values = []
+        return total
+
+
+def test_what_hooks_of_the_parts_of_a_model_store_goes_back() -> None:
+    model, _ = _model()
+    activity, seen = Activity(), [0]
+
+    def count(module: nn.Module, given: Any, out: torch.Tensor) -> None:
+        seen[0] += 1
+
+    part = model[1]  # type: ignore[index]
+    part.register_forward_hook(activity)
+    part.register_forward_pre_hook(activity.before)
+    part.register_forward_hook(count)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        (model(x).pow(2).mean() + activity.take()).backward()
+
+    step(_x(1))
+    _fail(step, _x(1))
+    _fail(step, _x(1), phase="forward", nth=4)
+    assert (seen[0], activity.mean.item(), activity.values) == (3, 3.0, [])
