@@ -87,14 +87,14 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
     return PyFloat_FromDouble(sum);
 }
 
-/* Is the integer that all micro-batches gave no count of theirs? By what whole calls
- * showed, else by its name. 1, 0 or -1. */
+/* Is the integer that all micro-batches gave no count of theirs? By what a proof, the
+ * name or whole calls tell. 1, 0 or -1. */
 static int
 integers_are_constant(const oomkit_rules *r, const oomkit_place *where,
                       PyObject *const *values)
 {
     Py_ssize_t i;
-    int constant, counts, sure;
+    int constant, counts, sure, told;
 
     for (i = 1; i < r->count; i++) {
         int same = PyObject_RichCompareBool(values[0], values[i], Py_EQ);
@@ -102,21 +102,27 @@ integers_are_constant(const oomkit_rules *r, const oomkit_place *where,
             return same;
         }
     }
-    if (oomkit_place_is_no_count(where)) {
-        return 1;
+    told = oomkit_rules_is_one(r, where);
+    if (told != 2) {
+        return told;
     }
     constant = oomkit_result_is_constant(oomkit_rules_known(r, where), values[0],
                                          r->total, &sure);
-    counts = constant && !sure ? PyObject_IsTrue(values[0]) : 0; /* 0 is its own sum */
-    if (counts < 0 ||
-        (counts && oomkit_place_warn(
-                       r, where,
-                       "is kept, because a whole call returned the same number; if it "
-                       "is a count, return it as a tensor of one element or give "
-                       "join=...") < 0)) {
-        return -1;
+    counts = PyObject_IsTrue(values[0]); /* 0 is its own sum */
+    if (counts > 0 && constant && !sure) {
+        counts = oomkit_place_warn(
+            r, where,
+            "is kept, because a whole call returned the same number; if it is a count, "
+            "return it as a tensor of one element or give join=...");
+    } else if (counts > 0 && !constant && r->site != NULL &&
+               r->site->figures != NULL) { /* it was 0 */
+        counts = oomkit_place_warn(
+            r, where,
+            "is added, although all micro-batches returned the same number: nothing "
+            "has shown whether it is a count; if it is none (the number of a step), "
+            "give join=..., or name it, as in {\"step\": n}");
     }
-    return constant;
+    return counts < 0 ? -1 : constant;
 }
 
 PyObject *

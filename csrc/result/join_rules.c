@@ -223,6 +223,18 @@ oomkit_rules_shown(const oomkit_rules *r, const oomkit_place *where, long figure
     return shown < 0 ? (shown == -2 ? -1 : 0) : (shown & OOMKIT_FIGURE_HOW) >= figure;
 }
 
+int
+oomkit_rules_is_one(const oomkit_rules *r, const oomkit_place *where)
+{
+    const long shown = rules_figure(r, where);
+
+    return shown == -2                       ? -1
+           : shown == OOMKIT_FIGURE_LAST     ? 1
+           : shown == OOMKIT_FIGURE_OF_ROWS  ? 0
+           : oomkit_place_is_no_count(where) ? 1
+                                             : 2;
+}
+
 const oomkit_result_fact *
 oomkit_rules_known(const oomkit_rules *r, const oomkit_place *where)
 {

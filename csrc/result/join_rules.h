@@ -113,6 +113,11 @@ oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where);
 int
 oomkit_rules_shown(const oomkit_rules *r, const oomkit_place *where, long figure);
 
+/* Is the integer that all micro-batches gave that of the whole (1), or do they add up
+ * (0)? By what a proof has shown, else by its name; 2 where neither tells, or -1. */
+int
+oomkit_rules_is_one(const oomkit_rules *r, const oomkit_place *where);
+
 /* What whole calls returned at this place; NULL when nothing is known. Borrowed. */
 const oomkit_result_fact *
 oomkit_rules_known(const oomkit_rules *r, const oomkit_place *where);

@@ -167,12 +167,16 @@ static PyObject *
 join_scalars(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values,
              int32_t dtype)
 {
-    int equal = 0;
+    int equal = 0, told;
 
     if (dtype_is_floating(dtype)) {
         return join_float_scalars(r, where, values);
     }
-    if (dtype == 11 || oomkit_place_is_no_count(where)) { /* bool, an epoch */
+    told = dtype == 11 ? 1 : oomkit_rules_is_one(r, where);
+    if (told < 0) {
+        return NULL;
+    }
+    if (told == 1) { /* bool, an epoch */
         equal = tensors_all_equal(r, values);
         if (equal < 0 || (equal && oomkit_place_say(r, where, "kept") < 0)) {
             return NULL;

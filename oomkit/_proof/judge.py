@@ -562,7 +562,7 @@ class Proof:
             return {"f8": 1e-8, "f4": 1e-3, "f2": 5e-2}.get(value.dtype.str[1:], 0.1)
         if not isinstance(value, float):
             return _VALUE[torch.float32]
-        kinds = {_EXACT: torch.float64, _HALF: torch.bfloat16}  # it is made of, as the loss is
+        kinds = {_EXACT: values.precision(value), _HALF: torch.bfloat16}  # as the loss is
         return _VALUE[kinds.get(self._loss_limit, torch.float32)]
 
     def _compare_results(self, whole: Run, made: Run) -> None:

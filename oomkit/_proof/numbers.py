@@ -74,6 +74,8 @@ class Numbers:
             self._shown[place] = how | max(known, _NO_NORM)
         elif how:
             self._shown[place] = how | known
+        if counts and last and not of_rows:
+            return len({value, *numbers}) == 1  # one number, as that of a step: kept
         return of_rows and (not counts or not any(numbers[:-1]))
 
     def is_no_norm(self, place: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "number",
     "own",
     "pieces",
+    "precision",
     "shapes",
     "shown",
     "sizes",
@@ -55,6 +57,11 @@ def norm(value: torch.Tensor) -> float:
     if not value.numel():
         return 0.0
     return float(torch.linalg.vector_norm(dense(value.detach()), dtype=torch.float64))
+
+
+def precision(value: float) -> torch.dtype:
+    """What a number was computed in, by its bits: ``(out == y).float().mean().item()``."""
+    return torch.float32 if ctypes.c_float(value).value == value else torch.float64
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:

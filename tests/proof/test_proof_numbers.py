@@ -4,6 +4,7 @@ mean at all."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
+from oomkit.testing import inject_oom
 
 pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 
@@ -117,3 +119,58 @@ def test_where_two_structures_do_not_agree_it_is_refused() -> None:
     with pytest.raises(oomkit.SplitError, match="a mean over rows in some calls"):
         either({"x": x, "y": y, "tokens": torch.ones(ROWS)})
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def _numbered(first: int, of: Callable[[int], Any], rows: int = ROWS) -> list[Any]:
+    """What calls return that have a number; that of `first` runs out of memory."""
+    number = 0
+    step, _ = _step(lambda *a: of(number))
+    decorated = oomkit.auto_batch(step, weight=lambda batch: (batch[1] != -100).sum())
+    made = []
+    for number in range(8):  # noqa: B007
+        x, y = _batch(number)
+        with inject_oom(nth=3, phase="backward") if number == first else nullcontext():
+            made.append(decorated(x[:rows], y[:rows]))
+    return made
+
+
+@pytest.mark.parametrize("first", [1, 3, 6])
+@pytest.mark.parametrize("make", [int, torch.tensor])
+def test_the_number_of_a_step_is_no_count(make: Callable[[int], Any], first: int) -> None:
+    assert _numbered(first, lambda i: (0.5, make(i))) == [(0.5, make(i)) for i in range(8)]
+
+
+@pytest.mark.filterwarnings("default::oomkit.OomkitWarning")
+def test_a_number_that_was_0_is_added_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert _numbered(0, lambda i: (0.5, i))[3] == (0.5, 6)
+    assert sum("is added, although all micro-batches" in m for m in caplog.messages) == 1
+
+
+def test_counts_stay_counts() -> None:
+    step, _ = _step(lambda loss, scores, mask: int(mask.sum()))
+    decorated = oomkit.auto_batch(step)
+    for call in range(4):
+        x, y = _batch(call)
+        with inject_oom(nth=3, phase="backward") if call == 0 else nullcontext():
+            assert decorated(x, y) == int((y != -100).sum())
+
+
+@pytest.mark.parametrize("rows", [7, 9, 11])
+def test_an_accuracy_in_single_precision_of_a_program_in_double(rows: int) -> None:
+    """``.float().mean()`` of a part is rounded otherwise than that of the whole."""
+    torch.manual_seed(rows)
+    model = nn.Linear(3, 2).double()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+        model.zero_grad()
+        out = model(x)
+        F.cross_entropy(out, y).backward()
+        return {"accuracy": (out.argmax(1) == y).float().mean().item()}
+
+    for _ in range(6):
+        x, y = torch.randn(rows, 3, dtype=torch.float64), torch.randint(2, (rows,))
+        with torch.no_grad():
+            right = (model(x).argmax(1) == y).double().mean().item()
+        with inject_oom(nth=2, phase="backward"):
+            assert step(x, y)["accuracy"] == pytest.approx(right, rel=1e-6)
