@@ -115,7 +115,8 @@ search_partial(oomkit_search *s, PyObject *value)
 }
 
 /* What is called by another name than its own: elements of a list or a dictionary that
- * are functions or objects of the user's own. 0 or -1. */
+ * are functions or objects of the user's own. What containers among them hold is
+ * oomkit_participants_add()'s. 0 or -1. */
 static int
 search_items(oomkit_search *s, PyObject *container, int depth)
 {
@@ -131,9 +132,11 @@ search_items(oomkit_search *s, PyObject *container, int depth)
             result = oomkit_search_value(s, PyMethod_GET_SELF(item), depth);
             item = PyMethod_GET_FUNCTION(item);
         }
-        if (result == 0) {
-            result = PyFunction_Check(item) ? search_function(s, item, 1)
-                                            : oomkit_search_value(s, item, depth);
+        if (result == 0 && PyFunction_Check(item)) {
+            result = search_function(s, item, 1);
+        } else if (result == 0 && !PyDict_CheckExact(item) &&
+                   !PyList_CheckExact(item) && !PyTuple_CheckExact(item)) {
+            result = oomkit_search_value(s, item, depth);
         }
         if (result < 0) {
             return -1;

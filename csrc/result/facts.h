@@ -47,7 +47,8 @@ enum {
     OOMKIT_FIGURE_OF_ROWS,     /* their mean or their sum is, the last one is not */
     OOMKIT_FIGURE_HOW = 3,     /* the bits of these */
     OOMKIT_FIGURE_BY_ROWS = 4, /* their mean weighs rows, whatever the loss weighs */
-    OOMKIT_FIGURE_BY_LOSS = 8  /* their mean weighs what the loss weighs */
+    OOMKIT_FIGURE_BY_LOSS = 8, /* their mean weighs what the loss weighs */
+    OOMKIT_FIGURE_MET = 16     /* alone: there was one, which showed nothing else */
 };
 
 /* Zeroed at start, freed by clear. */

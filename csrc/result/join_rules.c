@@ -101,19 +101,6 @@ oomkit_place_warn(const oomkit_rules *r, const oomkit_place *where, const char *
     return place_log(r, where, "warning", what);
 }
 
-int
-oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summed)
-{
-    if (summed || where->is_loss || !r->evaluation) {
-        return oomkit_place_say(r, where, summed ? "added" : "averaged");
-    }
-    return oomkit_place_warn(
-        r, where,
-        "averaged over the rows: correct for a mean over rows, wrong for a sum, a "
-        "maximum or a mean over tokens; return a value for each row, or pass join=... "
-        "(verify=True checks it)");
-}
-
 /* NULL always: SplitError "... result['x']: <what>". Steals `what`, which may be NULL
  * with an exception. */
 PyObject *
@@ -163,6 +150,35 @@ rules_figure(const oomkit_rules *r, const oomkit_place *where)
     found = text == NULL ? NULL : PyDict_GetItemWithError(r->site->figures, text);
     figure = found == NULL ? -1 : PyLong_AsLong(found);
     return PyErr_Occurred() ? -2 : figure;
+}
+
+int
+oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summed)
+{
+    if (!summed && !where->is_loss && !r->evaluation && r->site != NULL &&
+        r->site->figures != NULL) {
+        const long figure = rules_figure(r, where);
+
+        if (figure < 0) {
+            return figure == -2
+                       ? -1
+                       : oomkit_place_warn(
+                             r, where,
+                             "averaged, which no proof has shown: it was not "
+                             "among the results of calls that were proven; "
+                             "correct for a mean over rows, wrong for a sum, a "
+                             "maximum or a perplexity; return a value for each "
+                             "row, or pass join=...");
+        }
+    }
+    if (summed || where->is_loss || !r->evaluation) {
+        return oomkit_place_say(r, where, summed ? "added" : "averaged");
+    }
+    return oomkit_place_warn(
+        r, where,
+        "averaged over the rows: correct for a mean over rows, wrong for a sum, a "
+        "maximum or a mean over tokens; return a value for each row, or pass join=... "
+        "(verify=True checks it)");
 }
 
 int

@@ -614,9 +614,9 @@ class Proof:
         """Parts of one row that could not be joined: what has no rows must be one value."""
         for place, one in whole.results.items():
             parts = [each.get(place) for each in made.each]
-            if not isinstance(one, torch.Tensor) or one.ndim == 0:
+            if not isinstance(one, str) and (not isinstance(one, torch.Tensor) or one.ndim == 0):
                 continue
-            if any(not isinstance(p, torch.Tensor) or p.shape != one.shape for p in parts):
+            if any(getattr(p, "shape", None) != getattr(one, "shape", None) for p in parts):
                 continue
             if any(values.gap(one, part) > self._result_limit(one) for part in parts):
                 self._fail(1.0, f"the parts' {place} cannot be joined: it has no rows")

@@ -13,7 +13,7 @@ from . import values
 __all__ = ["BY_LOSS", "BY_ROWS", "Numbers"]
 
 _LAST, _NO_NORM, _OF_ROWS = range(3)  # OOMKIT_FIGURE_*
-BY_ROWS, BY_LOSS = 4, 8
+BY_ROWS, BY_LOSS, _MET = 4, 8, 16
 _BY_EITHER = BY_ROWS | BY_LOSS
 
 
@@ -23,6 +23,7 @@ class Numbers:
     def __init__(self) -> None:
         self._shown: dict[str, int] = {}
         self._decided: set[str] = set()  # those that this proof alone decides
+        self._met: set[str] = set()  # all of them
 
     def note(
         self,
@@ -45,6 +46,8 @@ class Numbers:
             has_gradient: whether the whole has one that is not 0.
         """
         value = values.number(whole)
+        if value is not None:
+            self._met.add(place)
         numbers = [n for n in map(values.number, parts) if n is not None]
         if value is None or len(numbers) < max(2, len(parts)):
             return False
@@ -99,4 +102,6 @@ class Numbers:
                     f"auto_batch{_C.see('split-not-exact')}"
                 )
             every[place] = max(shown & 3, was & 3) | how
+        for place in self._met:
+            every.setdefault(place, _MET)
         return every

@@ -174,3 +174,32 @@ def test_an_accuracy_in_single_precision_of_a_program_in_double(rows: int) -> No
             right = (model(x).argmax(1) == y).double().mean().item()
         with inject_oom(nth=2, phase="backward"):
             assert step(x, y)["accuracy"] == pytest.approx(right, rel=1e-6)
+
+
+def test_a_number_that_comes_later_is_averaged_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Logged in each second call: no proof has seen it."""
+    number = 0
+
+    def returned(loss: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor) -> Any:
+        found = {"loss": loss.item(), "rate": 0.1, "mean": _rows(loss, scores, mask).item()}
+        return {**found, "largest": scores.max().item()} if number % 2 else found
+
+    step, _ = _step(returned)
+    decorated = oomkit.auto_batch(step)
+    for number in range(6):  # noqa: B007
+        with inject_oom(nth=3, phase="backward") if number == 0 else nullcontext():
+            decorated(*_batch(number))
+    told = [m for m in caplog.messages if "which no proof has shown" in m]
+    assert len(told) == 1 and "result['largest'] averaged" in told[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_text_is_refused_before_the_update(rows: int) -> None:
+    step, model = _step(lambda loss, scores, mask: f"loss {loss.item():.6f}")
+    before = [p.detach().clone() for p in model.parameters()]
+    decorated = oomkit.auto_batch(step, accumulation_steps=ROWS // rows)
+    with pytest.raises(oomkit.SplitError, match="join="):
+        decorated(*_batch(0))
+    assert all(map(torch.equal, before, model.parameters()))
