@@ -367,6 +367,9 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     }
     before = found->rule;
     before_tried = found->tried;
+    if (rule != before) {
+        oomkit_hashes_clear(&found->kinds); /* of weights that were in use before */
+    }
     if (found->key != call->shape.proof_key) {
         memset(found->sequences, 0, sizeof(found->sequences));
         proven_hashes_clear(found);

@@ -19,7 +19,9 @@ typedef struct oomkit_node_type {
     uint64_t hash;      /* of its name */
     int is_leaf;
     unsigned saved_count;
+    int weighs;         /* classes, as a cross entropy may */
     oomkit_node_attribute edges, variable; /* next_functions; of a leaf its tensor */
+    oomkit_node_attribute weights;         /* of those classes: a tensor or None */
     oomkit_node_attribute
         saved[OOMKIT_STATE_SAVED(OOMKIT_COUNT_SAVED)]; /* that it has */
 } oomkit_node_type;
@@ -45,7 +47,8 @@ typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node,
 
 /* An edge, as a walk comes to it. What a node does is a hash of its type and of what
  * it has saved: the dimensions that it works along, how it reduces, whether a norm
- * takes statistics of the batch. A place is a hash of all nodes on the way there. */
+ * takes statistics of the batch, what classes weigh. A place is a hash of all nodes on
+ * the way there. */
 typedef struct oomkit_edge {
     PyObject *to;           /* borrowed */
     uint64_t from, kind;    /* what its nodes do; 1 where `to` is a root's */

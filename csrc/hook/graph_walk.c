@@ -7,6 +7,7 @@
  * says so. */
 #define _GNU_SOURCE /* pthread_getattr_np */
 #include "graph.h"
+#include "../device/device.h"
 #include "../py/errors.h"
 #include "../py/tensor.h"
 
@@ -104,9 +105,30 @@ walk_type(graph_walk *w, PyObject *node)
     return oomkit_node_type_of(w->st, type, &w->types[((uintptr_t)type >> 5) % TYPES]);
 }
 
+/* What classes weigh: by their numbers, since a step may make that tensor anew. */
+static uint64_t
+walk_weights(oomkit_state *st, PyObject *node, const oomkit_node_type *type)
+{
+    OWNED PyObject *weights = oomkit_node_get(node, &type->weights);
+    OWNED PyObject *list = NULL, *numbers = NULL;
+    Py_hash_t hash = 0;
+
+    if (weights != NULL && weights != Py_None) {
+        EXEMPT (st) { /* a device waits */
+            list = PyObject_CallMethod(weights, "tolist", NULL);
+            numbers = list == NULL ? NULL : PySequence_Tuple(list);
+        }
+        hash = numbers == NULL ? (Py_hash_t)weights : PyObject_Hash(numbers);
+    }
+    if (PyErr_Occurred()) {
+        oomkit_error_dismiss();
+    }
+    return (uint64_t)hash;
+}
+
 /* What a node does. */
 static uint64_t
-walk_kind(PyObject *node, const oomkit_node_type *type)
+walk_kind(oomkit_state *st, PyObject *node, const oomkit_node_type *type)
 {
     uint64_t hash = type->hash;
     unsigned i;
@@ -119,7 +141,7 @@ walk_kind(PyObject *node, const oomkit_node_type *type)
         }
         hash = oomkit_hash_mix(hash, (uint64_t)number);
     }
-    return hash;
+    return type->weighs ? oomkit_hash_mix(hash, walk_weights(st, node, type)) : hash;
 }
 
 /* --- nodes that were met --- */
@@ -237,7 +259,7 @@ walk_tell(graph_walk *w, PyObject *node, const oomkit_node_type *type, int first
         return 0;
     }
     edge->from = frame->kind;
-    edge->kind = walk_kind(node, type);
+    edge->kind = walk_kind(w->st, node, type);
     place = oomkit_hash_mix(frame->place, (uint64_t)frame->next);
     edge->place = oomkit_hash_mix(place, edge->kind) | 1;
     return w->edge(w->st, edge, w->context);

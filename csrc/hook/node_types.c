@@ -44,6 +44,8 @@ type_fill(const oomkit_state *st, PyTypeObject *type, oomkit_node_type *into)
     }
     into->edges = attribute_find(type, st->str_next_functions);
     into->variable = attribute_find(type, st->str_variable);
+    into->weighs = strncmp(type->tp_name, "NllLoss", 7) == 0;
+    into->weights = attribute_find(type, st->str_saved_weight);
 #define HAS(field, text)                                                               \
     if (type->tp_dict != NULL && PyDict_Contains(type->tp_dict, st->field) > 0) {      \
         into->saved[into->saved_count++] = attribute_find(type, st->field);            \

@@ -28,6 +28,7 @@
 /* Interned names: X(field, text). */
 #define OOMKIT_STATE_STRINGS(X)                                                        \
     OOMKIT_STATE_SAVED(X)                                                              \
+    X(str_saved_weight, "_saved_weight")                                               \
     X(str_grad, "grad")                                                                \
     X(str_step, "step")                                                                \
     X(str_update, "update")                                                            \

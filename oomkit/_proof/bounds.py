@@ -17,7 +17,7 @@ import torch
 
 from .reach import reached, sketch
 
-__all__ = ["Bound", "bounds", "ignored_labels", "of_the_batch", "order_rows"]
+__all__ = ["Bound", "bounds", "class_weights", "ignored_labels", "of_the_batch", "order_rows"]
 
 # Nodes of functions that are linear, or flat, on one side of a bound. Curves show in gradients.
 _BENT = {
@@ -137,6 +137,21 @@ def ignored_labels(root: torch.Tensor) -> list[int]:
     """
     found = [int(node._saved_ignore_index) for kind, node in _nodes(root) if kind in _ENTROPIES]
     return [value - (value >= 1 << 63) * (1 << 64) for value in found]  # some read it unsigned
+
+
+def class_weights(root: torch.Tensor) -> list[torch.Tensor]:
+    """What classes weigh in a cross entropy, of a loss's graph.
+
+    Args:
+        root: the loss.
+    """
+    found = []
+    for _, node in (each for each in _nodes(root) if each[0] in _ENTROPIES):
+        try:
+            found.append(node._saved_weight)
+        except RuntimeError:  # the graph has been freed
+            continue
+    return [weights.detach() for weights in found if weights is not None]
 
 
 def _nodes(root: torch.Tensor) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from .. import _C
 from .._code.module_buffers import is_compiling
 from . import values
 from .around import Around
-from .bounds import bounds, ignored_labels, of_the_batch, order_rows
+from .bounds import bounds, of_the_batch, order_rows
 from .dealt import Dealt
 from .diagnose import Verification, advice, tolerance
 from .draws import Draws
@@ -39,6 +39,7 @@ from .weights import (
     facts,
     fuller,
     is_varied,
+    learn,
     less_likely,
     pairs,
     settled,
@@ -197,7 +198,7 @@ class Proof:
             if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                 continue
             self._judge_precision(tensor)
-            self.tried.update({("ignored", label): 0.0 for label in ignored_labels(tensor)})
+            learn(tensor, self.tried)
             if len(tensors) == 1 and tensor.numel() == 1:
                 value = float(tensor.detach())
         while len(run.losses) <= len(run.rows):
@@ -322,7 +323,7 @@ class Proof:
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             self._judge_precision(loss)
             run.bounds[-1] += bounds(loss)
-            self.tried.update({("ignored", label): 0.0 for label in ignored_labels(loss)})
+            learn(loss, self.tried)
         run.rows.append(rows)
         run.weights.append(weight)
         leaves = values.kept_leaves(result)

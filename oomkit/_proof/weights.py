@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from .. import _C
+from .bounds import class_weights, ignored_labels
 
 __all__ = [
     "TOLD",
@@ -24,6 +25,7 @@ __all__ = [
     "facts",
     "fuller",
     "is_varied",
+    "learn",
     "less_likely",
     "pairs",
     "settled",
@@ -122,7 +124,8 @@ class Weigher:
         if self.kind == "both":
             return ((part != self._value) & (part >= 0)).sum()
         if self.kind == "classes" and self._weights is not None:
-            kept = part[(part >= 0) & (part < len(self._weights))].reshape(-1)
+            part = part.long()
+            kept = part[(part >= 0) & (part < len(self._weights)) & (part != self._value)]
             return self._weights.detach()[kept.to(self._weights.device)].double().sum()
         return part.double().sum()
 
@@ -249,6 +252,17 @@ def _of_labels(leaf: int, name: str, labels: _Range, ignored: list[int]) -> Iter
             yield Weigher("both", leaf, text, tensor, value)
 
 
+def _of_classes(
+    leaf: int, name: str, labels: _Range, ignored: list[int], vectors: list[tuple[str, Any]]
+) -> Iterator[Weigher]:
+    for which, weights in vectors:
+        classes = [value for value in ignored if 0 <= value < len(weights) and labels.has(value)]
+        for value in (-1, *classes):
+            text = f"mean over weights of the classes {name}{which}"
+            text += f" that are not {value}" * (value >= 0)
+            yield Weigher("classes", leaf, text, labels.tensor, value, weights)
+
+
 def _of_numbers(leaf: int, name: str, tensor: torch.Tensor, known: Tried) -> Iterator[Weigher]:
     """Rows, or vectors of them, that are there for the shape alone."""
     if tensor.dtype not in _FLOATS or not tensor.numel():
@@ -266,17 +280,41 @@ def _of_numbers(leaf: int, name: str, tensor: torch.Tensor, known: Tried) -> Ite
             yield weigher
 
 
-def _vectors(leaves: Leaves, buffers: list[Any]) -> Iterator[torch.Tensor]:
-    """What may be weights of classes: one number each. Statistics of a norm are none."""
-    for tensor in [tensor for _, _, tensor, sliced in leaves if not sliced] + buffers:
+def learn(root: torch.Tensor, tried: Tried) -> None:
+    """What the cross entropies in the graph of a loss say of labels is noted in `tried`: of weights
+    a copy, so that those that change later are others."""
+    tried.update({("ignored", label): 0.0 for label in ignored_labels(root)})
+    for weights in class_weights(root):
+        known = {key: number for key, number in tried.items() if key[0] == "weights"}
+        if not any(_is_equal(key[1], weights) for key in known):
+            for key in list(known)[: 1 - _ALIKE]:
+                del tried[key]
+            tried["weights", weights.clone()] = max(known.values(), default=0.0) + 1.0
+
+
+def _is_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.dtype == two.dtype and one.device == two.device and torch.equal(one, two)
+
+
+def _vectors(leaves: Leaves, buffers: list[Any], known: Tried) -> Iterator[tuple[str, Any]]:
+    """What may be weights of classes, one number each, and its name. Statistics of a norm are
+    none."""
+    seen = [(f" (seen {number:g})", key[1]) for key, number in known.items() if key[0] == "weights"]
+    others = [tensor for _, _, tensor, sliced in leaves if not sliced] + buffers
+    there = [
+        tensor
+        for tensor in others
+        if isinstance(tensor, torch.Tensor)
+        and not any(_is_equal(tensor, weights) for _, weights in seen)
+    ]
+    for name, tensor in [*seen, *((f" ({at + 1})" * (at > 0), t) for at, t in enumerate(there))]:
         if (
-            isinstance(tensor, torch.Tensor)
-            and tensor.ndim == 1
+            tensor.ndim == 1
             and tensor.is_floating_point()
             and 1 < tensor.numel() <= _CLASSES
             and bool((tensor >= 0).all())
         ):
-            yield tensor
+            yield name, tensor
 
 
 def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> Iterator[Weigher]:
@@ -290,7 +328,7 @@ def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> 
     yield Weigher("rows", text="mean over rows")
     yield Weigher("sum", text="sum")
     own, buffers = _C.label_hints(modules, _NormBase)
-    ignored, vectors = _ignored(own, tried), list(_vectors(leaves, buffers))
+    ignored, vectors = _ignored(own, tried), list(_vectors(leaves, buffers, tried))
     for leaf, name, tensor, sliced in leaves:
         if not sliced or not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             continue
@@ -300,9 +338,7 @@ def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> 
         if labels is not None:
             news = dict.fromkeys([*ignored, *labels.beyond(leaf, tried), *labels.padding()])
             yield from _of_labels(leaf, name, labels, [*news])
-            for at, vector in enumerate(vectors):
-                text = f"mean over weights of the classes {name}" + (f" ({at + 1})" if at else "")
-                yield Weigher("classes", leaf, text, tensor, 0, vector)
+            yield from _of_classes(leaf, name, labels, ignored, vectors)
         decided = tried.get(("values", leaf, 0, None)) == math.inf
         if not decided and _is_mask(tensor, labels):
             yield Weigher("values", leaf, f"mean over {name}", tensor)

@@ -1,0 +1,152 @@
+"""Weights that a proof finds by itself: of classes wherever they are kept, with other rows in
+front than the first dimension, and of masks of what does not count."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import oomkit
+
+SEED = 31
+ROWS, WIDTH, CLASSES = 12, 6, 3
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+LIST = WEIGHTS.tolist()
+HELD = types.SimpleNamespace(weights=WEIGHTS.clone())
+DICT = {"weights": WEIGHTS.clone()}
+
+Loss = Callable[..., torch.Tensor]
+Batch = Callable[[int], tuple[torch.Tensor, ...]]
+
+
+def _train(decorate: Callable[[Any], Any], loss: Loss, batch: Batch, calls: int = 4) -> list[Any]:
+    """Some calls of a step: losses, and parameters after each."""
+    torch.manual_seed(SEED)
+    model = nn.Linear(WIDTH, CLASSES).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @decorate
+    def step(*given: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(model, *given)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    seen = []
+    for call in range(calls):
+        torch.manual_seed(SEED + call)
+        seen += [step(*batch(call)), model.weight.detach().clone(), model.bias.detach().clone()]
+    return seen
+
+
+def _same(loss: Loss, batch: Batch, calls: int = 4, **options: Any) -> None:
+    want = _train(lambda step: step, loss, batch, calls)
+    got = _train(oomkit.auto_batch(**options), loss, batch, calls)
+    for one, two in zip(want, got, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+def _labelled(call: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(ROWS, WIDTH).double(), torch.randint(0, CLASSES, (ROWS,))
+
+
+def _some_ignored(call: int) -> tuple[torch.Tensor, ...]:
+    x, y = _labelled(call)
+    return x, y.masked_fill(torch.rand(ROWS) < 0.3, 255)
+
+
+# --- weights of classes ---
+
+FORMS: dict[str, Loss] = {
+    "a global": lambda m, x, y: F.cross_entropy(m(x), y, WEIGHTS, ignore_index=255),
+    "an attribute": lambda m, x, y: F.cross_entropy(m(x), y, HELD.weights, ignore_index=255),
+    "an entry": lambda m, x, y: F.cross_entropy(m(x), y, DICT["weights"], ignore_index=255),
+    "made each time": lambda m, x, y: F.cross_entropy(
+        m(x), y, torch.tensor(LIST, dtype=torch.float64), ignore_index=255
+    ),
+    "a partial": partial(
+        lambda m, x, y, weight: F.cross_entropy(m(x), y, weight, ignore_index=255),
+        weight=WEIGHTS,
+    ),
+    "a module that is made each time": lambda m, x, y: nn.CrossEntropyLoss(
+        WEIGHTS, ignore_index=255
+    )(m(x), y),
+    "of log probabilities": lambda m, x, y: F.nll_loss(
+        m(x).log_softmax(1), y, WEIGHTS, ignore_index=255
+    ),
+    "smoothed": lambda m, x, y: F.cross_entropy(
+        m(x), y, WEIGHTS, ignore_index=255, label_smoothing=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [2, 3, 12])
+@pytest.mark.parametrize("batch", [_labelled, _some_ignored])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_classes(form: str, batch: Batch, steps: int) -> None:
+    _same(FORMS[form], batch, accumulation_steps=steps)
+
+
+@pytest.mark.parametrize("criterion", [None, nn.CrossEntropyLoss(WEIGHTS, ignore_index=1)])
+def test_weights_of_classes_of_which_one_does_not_count(criterion: nn.Module | None) -> None:
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if criterion is not None:
+            return criterion(m(x), y)
+        return F.cross_entropy(m(x), y, WEIGHTS, ignore_index=1)
+
+    _same(loss, _labelled, accumulation_steps=3)
+
+
+def test_weights_of_the_classes_of_an_image() -> None:
+    def batch(call: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(ROWS, 2, 2, WIDTH).double(), torch.randint(0, CLASSES, (ROWS, 2, 2))
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(m(x).movedim(-1, 1), y, WEIGHTS)
+
+    _same(loss, batch, accumulation_steps=3)
+
+
+@pytest.mark.parametrize("first", [None, WEIGHTS.flip(0), torch.ones(CLASSES).double()])
+@pytest.mark.parametrize("how", ["functional", "module", "argument", "in place"])
+def test_weights_that_change(how: str, first: torch.Tensor | None) -> None:
+    """As those that begin after some epochs: the call that has them first is right already, and
+    so is one that goes back."""
+    current: list[Any] = [None]
+    criterion = nn.CrossEntropyLoss(None if first is None else first.clone())
+
+    def batch(call: int) -> tuple[torch.Tensor, ...]:
+        current[0] = WEIGHTS if call in (4, 6) else first
+        if how == "in place" and first is not None:
+            current[0] = criterion.weight.copy_(current[0])
+        elif how == "module":
+            criterion.weight = current[0]
+        given = () if how != "argument" or first is None else (current[0],)
+        return *_labelled(call), *given
+
+    def loss(
+        m: nn.Module, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if how == "module":
+            return criterion(m(x), y)
+        return F.cross_entropy(m(x), y, current[0] if weight is None else weight)
+
+    _same(loss, batch, 8, accumulation_steps=3)
+
+
+def test_weights_of_the_batch_are_refused() -> None:
+    """What a part computes of its own labels are no weights of the whole."""
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(m(x), y, 1.0 / (1.0 + y.bincount(minlength=CLASSES).double()))
+
+    with pytest.raises(oomkit.SplitError, match="differs by"):
+        _train(oomkit.auto_batch(accumulation_steps=3), loss, _labelled)
