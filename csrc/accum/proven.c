@@ -516,6 +516,37 @@ oomkit_proof_known(oomkit_call *call)
 }
 
 PyObject *
+oomkit_proof_leaf(const oomkit_call *call, PyObject *tensor)
+{
+    PyObject *moved = NULL; /* owned */
+
+    if (call->options->dim == 0) {
+        return Py_NewRef(tensor);
+    }
+    EXEMPT (call->st) {
+        moved = PyObject_CallMethod(tensor, "movedim", "Li",
+                                    (long long)call->options->dim, 0);
+    }
+    if (moved == NULL) {
+        oomkit_error_dismiss(); /* a layout that has no views is not counted */
+        return Py_NewRef(Py_None);
+    }
+    return moved;
+}
+
+/* The name of a leaf whose rows are in front. Steals `path`. New reference or NULL. */
+static PyObject *
+leaf_name(const oomkit_call *call, PyObject *path)
+{
+    OWNED PyObject *own = path;
+
+    return own == NULL || call->options->dim == 0
+               ? STEAL(own)
+               : PyUnicode_FromFormat("%U.movedim(%lld, 0)", own,
+                                      (long long)call->options->dim);
+}
+
+PyObject *
 oomkit_proof_leaves(const oomkit_call *call)
 {
     const oomkit_batch *batch = &call->batch;
@@ -524,15 +555,16 @@ oomkit_proof_leaves(const oomkit_call *call)
 
     for (i = 0; list != NULL && i < batch->count; i++) {
         const oomkit_node *node = &batch->nodes[i];
-        OWNED PyObject *path = NULL, *item = NULL;
+        const int sliced = node->split == OOMKIT_SPLIT_NARROW;
+        OWNED PyObject *path = NULL, *leaf = NULL, *item = NULL;
         if (node->kind != OOMKIT_NODE_TENSOR) {
             continue;
         }
         path = oomkit_node_path(batch, call->step->names, i);
-        if (path != NULL) {
-            item =
-                Py_BuildValue("nOOO", i, path, node->object,
-                              node->split == OOMKIT_SPLIT_NARROW ? Py_True : Py_False);
+        path = sliced ? leaf_name(call, path) : path;
+        leaf = sliced ? oomkit_proof_leaf(call, node->object) : Py_NewRef(node->object);
+        if (path != NULL && leaf != NULL) {
+            item = Py_BuildValue("nOOO", i, path, leaf, sliced ? Py_True : Py_False);
         }
         if (item == NULL || PyList_Append(list, item) < 0) {
             return NULL;

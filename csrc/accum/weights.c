@@ -201,9 +201,9 @@ weights_found(oomkit_call *call, PyObject *rule)
     if (cut == NULL) {
         return -1;
     }
-    tensor =
-        Py_NewRef(leaf >= 0 && leaf < call->batch.count ? call->batch.nodes[leaf].object
-                                                        : Py_None);
+    tensor = leaf >= 0 && leaf < call->batch.count
+                 ? oomkit_proof_leaf(call, call->batch.nodes[leaf].object)
+                 : Py_NewRef(Py_None);
     EXEMPT (call->st) {
         if (tensor != Py_None && call->batch.dealt != NULL) {
             Py_SETREF(tensor,
@@ -476,7 +476,7 @@ oomkit_weights_are_free(const oomkit_call *call)
 int
 oomkit_weights_are_countable(const oomkit_call *call)
 {
-    return call->options->dim == 0 && call->options->dims == NULL;
+    return call->options->dims == NULL;
 }
 
 int

@@ -37,7 +37,7 @@ oomkit_weights_ask(struct oomkit_call *call, int64_t start, int64_t length,
 int
 oomkit_weights_are_free(const struct oomkit_call *call);
 
-/* Are samples in dimension 0 of everything, so that oomkit can count what is in them?
+/* Are samples in one dimension of everything, so that oomkit can count what is in them?
  */
 int
 oomkit_weights_are_countable(const struct oomkit_call *call);

@@ -19,7 +19,7 @@ typedef struct oomkit_node_type {
     uint64_t hash;      /* of its name */
     int is_leaf;
     unsigned saved_count;
-    int weighs;         /* classes, as a cross entropy may */
+    int weighs;                            /* classes, as a cross entropy may */
     oomkit_node_attribute edges, variable; /* next_functions; of a leaf its tensor */
     oomkit_node_attribute weights;         /* of those classes: a tensor or None */
     oomkit_node_attribute

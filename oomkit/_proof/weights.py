@@ -117,6 +117,8 @@ class Weigher:
         part = part[:, self.first :] if self.first else part
         if self.kind == "labels":
             return (part != self._value).sum()
+        if self.kind == "padding":
+            return (~part).sum()
         if self.kind == "numbers":
             return (~part.isnan()).sum()
         if self.kind in _ROWS:
@@ -345,6 +347,10 @@ def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> 
         shifted = Weigher("values", leaf, f"mean over {name}[:, 1:]", tensor, first=1)
         if tried.get(shifted.key) != math.inf and _is_mask_of_tokens(tensor, labels):
             yield shifted
+        if tensor.dtype == torch.bool:
+            yield Weigher("padding", leaf, f"mean over ~{name}", tensor)
+            if tensor.ndim == 2 and tensor.shape[1] > 1:
+                yield Weigher("padding", leaf, f"mean over ~{name}[:, 1:]", tensor, first=1)
         if labels is None:
             yield from _of_numbers(leaf, name, tensor, tried)
 
@@ -521,15 +527,18 @@ def fuller(
 
     Args:
         leaves: tensors of the batch.
+        rule: the weights in use: whether what a mask leaves out counts, or what it has.
         start, length, first: the cut.
         unit: see `cuts`.
     """
     weighers = list(candidates(leaves, [], {}))
+    is_padding = rule is not None and rule.kind == "padding"
 
-    def empty(place: tuple[int, int, int]) -> int:
+    def empty(place: tuple[int, int, int]) -> tuple[int, int]:
         at, rows, part = place
         parts = [(at, part), (at + part, rows - part)]
-        return sum(0.0 in (weigher.shares(parts) or ()) for weigher in weighers)
+        found = [it.kind == "padding" for it in weighers if 0.0 in (it.shares(parts) or ())]
+        return found.count(is_padding), found.count(not is_padding)
 
     now = start, length, first
     best = min(cuts([(start, length)], unit), key=empty, default=now)

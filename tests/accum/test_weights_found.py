@@ -3,6 +3,7 @@ front than the first dimension, and of masks of what does not count."""
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable
 from functools import partial
@@ -150,3 +151,113 @@ def test_weights_of_the_batch_are_refused() -> None:
 
     with pytest.raises(oomkit.SplitError, match="differs by"):
         _train(oomkit.auto_batch(accumulation_steps=3), loss, _labelled)
+
+
+# --- rows in the second dimension ---
+
+TIME = 5
+
+
+def _columns(call: int) -> tuple[torch.Tensor, ...]:
+    y = torch.randint(0, CLASSES, (TIME, ROWS))
+    return torch.randn(TIME, ROWS, WIDTH).double(), y
+
+
+def _padded_columns(call: int) -> tuple[torch.Tensor, ...]:
+    x, y = _columns(call)
+    lengths = torch.randint(2, TIME + 1, (ROWS,))
+    return x, y.clamp(min=1).where(torch.arange(TIME)[:, None] < lengths, 0)
+
+
+def _flat(out: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), **options)
+
+
+def _masked(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    each = _flat(m(x), y, reduction="none")
+    return (each * (y != 0).flatten()).sum() / (y != 0).sum()
+
+
+COLUMNS: dict[str, Loss] = {
+    "ignored": lambda m, x, y: _flat(m(x), y, ignore_index=0),
+    "shifted": lambda m, x, y: _flat(m(x[:-1]), y[1:], ignore_index=0),
+    "masked": _masked,
+    "weighed": lambda m, x, y: _flat(m(x), y, weight=WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("steps", [2, 3, 12])
+@pytest.mark.parametrize("batch", [_columns, _padded_columns])
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_rows_in_the_second_dimension(kind: str, batch: Batch, steps: int) -> None:
+    _same(COLUMNS[kind], batch, accumulation_steps=steps, dim=1)
+
+
+def test_labels_that_are_ignored_later_in_the_second_dimension() -> None:
+    def batch(call: int) -> tuple[torch.Tensor, ...]:
+        x, y = _columns(call)
+        if call >= 2:
+            y[2:, : ROWS // 2] = -100
+        return x, y
+
+    _same(lambda m, x, y: _flat(m(x), y), batch, accumulation_steps=3, dim=1)
+
+
+def test_a_sparse_leaf_with_rows_in_the_second_dimension() -> None:
+    """It has nothing that is counted."""
+
+    def batch(call: int) -> tuple[torch.Tensor, ...]:
+        return torch.eye(WIDTH, ROWS).double().to_sparse(), *_padded_columns(call)
+
+    def loss(m: nn.Module, s: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return _flat(m(x + s.to_dense().t()), y, ignore_index=0)
+
+    _same(loss, batch, accumulation_steps=3, dim=1)
+
+
+def test_how_the_second_dimension_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="oomkit"):
+        _train(oomkit.auto_batch(accumulation_steps=3, dim=1), COLUMNS["shifted"], _padded_columns)
+    assert ".movedim(1, 0)[:, 1:] that are not 0" in caplog.text
+
+
+# --- masks of what does not count ---
+
+
+def _padding(call: int) -> tuple[torch.Tensor, ...]:
+    """True is padding, as in key_padding_mask; 0 is a label, too."""
+    x, y = torch.randn(ROWS, TIME, WIDTH).double(), torch.randint(0, CLASSES, (ROWS, TIME))
+    padding = torch.arange(TIME) >= torch.randint(2, TIME + 1, (ROWS, 1))
+    return x, y.masked_fill(padding, 0), padding
+
+
+def _late_padding(call: int) -> tuple[torch.Tensor, ...]:
+    x, y, padding = _padding(call)
+    return x, y, padding if call >= 3 else torch.zeros_like(padding)
+
+
+def _without_padding(
+    m: nn.Module, x: torch.Tensor, y: torch.Tensor, padding: torch.Tensor
+) -> torch.Tensor:
+    return F.cross_entropy(m(x)[~padding], y[~padding])
+
+
+def _shifted_without_padding(
+    m: nn.Module, x: torch.Tensor, y: torch.Tensor, padding: torch.Tensor
+) -> torch.Tensor:
+    return _without_padding(m, x[:, :-1], y[:, 1:], padding[:, 1:])
+
+
+@pytest.mark.parametrize("steps", [2, 3, 12])
+@pytest.mark.parametrize("batch", [_padding, _late_padding])
+@pytest.mark.parametrize("loss", [_without_padding, _shifted_without_padding])
+def test_a_mask_of_padding(loss: Loss, batch: Batch, steps: int) -> None:
+    _same(loss, batch, 5, accumulation_steps=steps)
+
+
+def test_a_mask_of_padding_of_rows() -> None:
+    def batch(call: int) -> tuple[torch.Tensor, ...]:
+        padding = torch.rand(ROWS) < 0.3
+        return *_labelled(call), padding
+
+    _same(_without_padding, batch, accumulation_steps=3)
