@@ -49,7 +49,7 @@ oomkit_participants_hold(oomkit_participants *parts);
 
 /* --- loss_value.c --- */
 int
-oomkit_loss_is_nan(oomkit_state *st, PyObject *root, int32_t dtype);
+oomkit_loss_is_nan(oomkit_state *st, PyObject *root, const oomkit_tensor_facts *facts);
 
 /* --- proven.c --- */
 /* Is this split to be proven before it is run? 1, OOMKIT_PROOF_WEIGHTS where it was and

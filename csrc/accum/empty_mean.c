@@ -25,10 +25,8 @@ oomkit_nothing_begin(oomkit_call *call, PyObject *root)
         return;
     }
     /* Reading one on a device waits for it: in a site's first split call alone. */
-    if (facts.size == 1 || facts.ndim == 0) {
-        if (facts.device_type == 0 || !call->step->losses.compared) {
-            call->cut->losses.is_nan = oomkit_loss_is_nan(call->st, root, facts.dtype);
-        }
+    if (facts.device_type == 0 || !call->step->losses.compared) {
+        call->cut->losses.is_nan = oomkit_loss_is_nan(call->st, root, &facts);
     }
 }
 

@@ -203,18 +203,18 @@ oomkit_loss_value(oomkit_state *st, const oomkit_loss *loss, int32_t dtype)
 }
 
 int
-oomkit_loss_is_nan(oomkit_state *st, PyObject *root, int32_t dtype)
+oomkit_loss_is_nan(oomkit_state *st, PyObject *root, const oomkit_tensor_facts *facts)
 {
-    oomkit_loss loss = {.size = dtype_size(dtype)};
+    oomkit_loss loss = {.size = dtype_size(facts->dtype)};
 
-    if (loss.size == 0) {
-        return 0;
+    if (loss.size == 0 || facts->bytes != loss.size) {
+        return 0; /* a vector, whose gradient is given, has no value */
     }
     if (st->bridge->bytes_get(root, st->impl_offset, loss.bytes, loss.size) !=
         OOMKIT_OK) {
         return isnan(losses_item(st, root));
     }
-    return isnan(oomkit_loss_value(st, &loss, dtype));
+    return isnan(oomkit_loss_value(st, &loss, facts->dtype));
 }
 
 static int

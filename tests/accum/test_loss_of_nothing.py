@@ -169,3 +169,22 @@ def test_a_micro_batch_that_counts_nothing_has_no_loss_that_counts(
         return
     for one, two in zip(want, train(True), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+def test_a_vector_has_no_value(steps: int) -> None:
+    """A gradient that was computed outside, of embeddings: in micro-batches of one row, too."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 3)
+    x, slope = torch.randn(8, 4), torch.randn(8, 3)
+    model(x).backward(slope)
+    want = [p.grad for p in model.parameters()]
+
+    @oomkit.auto_batch(accumulation_steps=steps, reduction="sum")
+    def step(x: torch.Tensor, slope: torch.Tensor) -> None:
+        model.zero_grad()
+        model(x).backward(slope)
+
+    step(x, slope)
+    for param, gradient in zip(model.parameters(), want, strict=True):
+        torch.testing.assert_close(param.grad, gradient)
