@@ -103,7 +103,8 @@ oomkit_search_ask(oomkit_proof *p, const char *method);
 PyObject *
 oomkit_search_rules(oomkit_proof *p);
 
-/* Which of these weights make the parts the whole: p->rule. 1, 0 or -1. */
+/* Which of these weights make the parts the whole: p->rule. Those that do not are taken
+ * from the list. 1, 0 or -1. */
 int
 oomkit_search_try(oomkit_proof *p, PyObject *rules);
 

@@ -142,14 +142,16 @@ oomkit_proof_there(oomkit_proof *p, PyObject **text)
     return oomkit_proof_weakly(p, text) < 0 ? -1 : 0;
 }
 
-/* Does this rule hold, for this cut and at another place? 1, 0 or -1. */
+#define UNTOLD 2 /* it holds for this cut, and no other place tells it from rows */
+
+/* Does this rule hold, for this cut and at another place? 1, 0, UNTOLD or -1. */
 static int
 search_holds(oomkit_proof *p)
 {
     const oomkit_slice found = {p->start, p->length};
     const int64_t first = p->first;
     OWNED PyObject *text = NULL;
-    int place, holds = 0;
+    int place, holds;
 
     if (oomkit_proof_is_weak(p)) {
         place = oomkit_proof_weakly(p, &text);
@@ -159,6 +161,7 @@ search_holds(oomkit_proof *p)
     if (place < 0) {
         return -1;
     }
+    holds = text == NULL ? UNTOLD : 0;
     place = text == NULL ? oomkit_search_ask(p, "confirm") : 0;
     if (place > 0) {
         if (oomkit_proof_there(p, &text) < 0) {
@@ -178,12 +181,18 @@ search_holds(oomkit_proof *p)
 int
 oomkit_search_try(oomkit_proof *p, PyObject *rules)
 {
-    Py_ssize_t i;
+    Py_ssize_t i = 0;
     int found = 0;
 
-    for (i = 0; found == 0 && i < PyList_GET_SIZE(rules); i++) {
+    while (found == 0 && i < PyList_GET_SIZE(rules)) {
         Py_XSETREF(p->rule, Py_NewRef(PyList_GET_ITEM(rules, i)));
         found = search_holds(p);
+        if (found == UNTOLD) {
+            found = 0;
+            i++;
+        } else if (found == 0) { /* nor is it proposed */
+            found = PyList_SetSlice(rules, i, i + 1, NULL);
+        }
     }
     if (found == 0) {
         Py_CLEAR(p->rule);

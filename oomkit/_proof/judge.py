@@ -197,8 +197,7 @@ class Proof:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                 continue
-            self._judge_precision(tensor)
-            learn(tensor, self.tried)
+            self._note_loss(tensor)
             if len(tensors) == 1 and tensor.numel() == 1:
                 value = float(tensor.detach())
         while len(run.losses) <= len(run.rows):
@@ -216,7 +215,8 @@ class Proof:
             if g is not None and (g.is_sparse or bool(values.own(g).any()))
         }
 
-    def _judge_precision(self, tensor: torch.Tensor) -> None:
+    def _note_loss(self, tensor: torch.Tensor) -> None:
+        learn(tensor, self.tried)
         both = (t for t in (tensor, self._coarsest) if t is not None)
         rounding = max(tolerance(t, self.around.is_full) for t in both)
         self._loss_limit = max(self._loss_limit, rounding)
@@ -321,9 +321,8 @@ class Proof:
             run.losses.append([])
             run.bounds.append([])
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
-            self._judge_precision(loss)
+            self._note_loss(loss)
             run.bounds[-1] += bounds(loss)
-            learn(loss, self.tried)
         run.rows.append(rows)
         run.weights.append(weight)
         leaves = values.kept_leaves(result)

@@ -261,3 +261,26 @@ def test_a_mask_of_padding_of_rows() -> None:
         return *_labelled(call), padding
 
     _same(_without_padding, batch, accumulation_steps=3)
+
+
+# --- what is said where none is found ---
+
+
+def test_weights_that_fit_by_chance_are_not_proposed() -> None:
+    """As many labels are not 0 as the step counts, of the rows that are looked at first."""
+
+    def batch(call: int) -> tuple[torch.Tensor, ...]:
+        counted = torch.tensor([1, 1, 2, 2, 1, 1, 2, 1, 2, 1, 2, 1])
+        labelled = torch.tensor([1, 1, 2, 2, 1, 2, 2, 1, 1, 2, 1, 1])
+        x = torch.randn(ROWS, 2, WIDTH).double().abs()
+        x[:, :, 0] *= torch.where(torch.arange(2) < counted[:, None], 1.0, -1.0)
+        y = torch.randint(1, CLASSES, (ROWS, 2))
+        return x, y.where(torch.arange(2) < labelled[:, None], 0)
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mask = (x[:, :, 0] > 0).flatten()
+        return (_flat(m(x), y, reduction="none") * mask).sum() / mask.sum()
+
+    with pytest.raises(oomkit.SplitError, match="couples the samples") as caught:
+        _train(oomkit.auto_batch(accumulation_steps=3), loss, batch)
+    assert "not 0" not in str(caught.value)
