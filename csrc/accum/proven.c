@@ -360,7 +360,6 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     oomkit_step *step = call->step;
     oomkit_proven *found = oomkit_proven_find(call);
     OWNED PyObject *before = NULL, *before_tried = NULL;
-    int labels = oomkit_weights_labels(call);
 
     if (found == NULL) {
         found = &step->proven[step->proven_next++ % OOMKIT_PROVEN];
@@ -383,7 +382,6 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
     found->tried = tried;
     found->call = call->log.number;
     found->level = (uint8_t)level;
-    found->labels = labels > 0;
     found->pieces = call->cut->count > found->pieces ? call->cut->count : found->pieces;
     if (sequence != 0) { /* 0: nothing but losses were compared */
         found->sequences[found->sequence_next++ % OOMKIT_SEQUENCES] = sequence;
@@ -392,7 +390,7 @@ oomkit_proven_note(oomkit_call *call, PyObject *rule, PyObject *tried,
         found->unseen = 0; /* that was no mere look at losses of later calls */
     }
     step->losses.compared = 1; /* a guess about them would say less */
-    if (labels < 0 || paths_learn(call, found) < 0) {
+    if (paths_learn(call, found) < 0) {
         found->level = OOMKIT_PROVEN_NOT; /* what was learnt in part shows nothing */
         return -1;
     }
@@ -516,16 +514,17 @@ oomkit_proof_known(oomkit_call *call)
 }
 
 PyObject *
-oomkit_proof_leaf(const oomkit_call *call, PyObject *tensor)
+oomkit_proof_leaf(const oomkit_call *call, Py_ssize_t index)
 {
+    PyObject *tensor = call->batch.nodes[index].object; /* borrowed */
+    const int64_t dim = oomkit_node_dim(call->options, &call->batch, index);
     PyObject *moved = NULL; /* owned */
 
-    if (call->options->dim == 0) {
-        return Py_NewRef(tensor);
+    if (dim <= 0) {
+        return dim < 0 ? NULL : Py_NewRef(tensor);
     }
     EXEMPT (call->st) {
-        moved = PyObject_CallMethod(tensor, "movedim", "Li",
-                                    (long long)call->options->dim, 0);
+        moved = PyObject_CallMethod(tensor, "movedim", "Li", (long long)dim, 0);
     }
     if (moved == NULL) {
         oomkit_error_dismiss(); /* a layout that has no views is not counted */
@@ -534,16 +533,18 @@ oomkit_proof_leaf(const oomkit_call *call, PyObject *tensor)
     return moved;
 }
 
-/* The name of a leaf whose rows are in front. Steals `path`. New reference or NULL. */
+/* Its name, for a message. New reference or NULL. */
 static PyObject *
-leaf_name(const oomkit_call *call, PyObject *path)
+leaf_name(const oomkit_call *call, Py_ssize_t index, int sliced)
 {
-    OWNED PyObject *own = path;
+    const oomkit_batch *batch = &call->batch;
+    const int64_t dim = sliced ? oomkit_node_dim(call->options, batch, index) : 0;
+    OWNED PyObject *path =
+        dim < 0 ? NULL : oomkit_node_path(batch, call->step->names, index);
 
-    return own == NULL || call->options->dim == 0
-               ? STEAL(own)
-               : PyUnicode_FromFormat("%U.movedim(%lld, 0)", own,
-                                      (long long)call->options->dim);
+    return path == NULL || dim == 0
+               ? STEAL(path)
+               : PyUnicode_FromFormat("%U.movedim(%lld, 0)", path, (long long)dim);
 }
 
 PyObject *
@@ -560,10 +561,11 @@ oomkit_proof_leaves(const oomkit_call *call)
         if (node->kind != OOMKIT_NODE_TENSOR) {
             continue;
         }
-        path = oomkit_node_path(batch, call->step->names, i);
-        path = sliced ? leaf_name(call, path) : path;
-        leaf = sliced ? oomkit_proof_leaf(call, node->object) : Py_NewRef(node->object);
-        if (path != NULL && leaf != NULL) {
+        path = leaf_name(call, i, sliced);
+        leaf = path == NULL ? NULL
+               : sliced     ? oomkit_proof_leaf(call, i)
+                            : Py_NewRef(node->object);
+        if (leaf != NULL) {
             item = Py_BuildValue("nOOO", i, path, leaf, sliced ? Py_True : Py_False);
         }
         if (item == NULL || PyList_Append(list, item) < 0) {
@@ -636,7 +638,6 @@ int
 oomkit_proof_wanted(oomkit_call *call)
 {
     oomkit_proven *found;
-    const int countable = oomkit_weights_are_countable(call);
     int unsettled;
 
     if (!call->split || call->options->verify == 0 || call->cut->forced ||
@@ -656,16 +657,9 @@ oomkit_proof_wanted(oomkit_call *call)
         found->unseen = 0;
         found->level = OOMKIT_PROVEN_NOT; /* with gradients, if they fit by now */
     }
-    unsettled = countable ? known_unsettled(call, found) : 0;
+    unsettled = known_unsettled(call, found);
     if (unsettled != 0 || !known_fully(call, found)) {
         return unsettled > 0 ? OOMKIT_PROOF_WEIGHTS : unsettled < 0 ? -1 : 1;
     }
-    if (known_is_due(call, found)) {
-        return OOMKIT_PROOF_LOSSES;
-    }
-    if (countable) {
-        return 0;
-    }
-    /* Where no label was ignored, a mean over labels is one over rows. */
-    return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;
+    return known_is_due(call, found) ? OOMKIT_PROOF_LOSSES : 0;
 }

@@ -201,9 +201,8 @@ weights_found(oomkit_call *call, PyObject *rule)
     if (cut == NULL) {
         return -1;
     }
-    tensor = leaf >= 0 && leaf < call->batch.count
-                 ? oomkit_proof_leaf(call, call->batch.nodes[leaf].object)
-                 : Py_NewRef(Py_None);
+    tensor = leaf >= 0 && leaf < call->batch.count ? oomkit_proof_leaf(call, leaf)
+                                                   : Py_NewRef(Py_None);
     EXEMPT (call->st) {
         if (tensor != Py_None && call->batch.dealt != NULL) {
             Py_SETREF(tensor,
@@ -423,13 +422,19 @@ labels_lengths(const oomkit_call *call)
 /* Do the slices of this leaf have unequal shares of labels that are not -100? Reads the
  * values. 1 or 0; what cannot be read is not said: this check is a service. */
 static int
-labels_are_uneven(oomkit_call *call, PyObject *leaf, PyObject *lengths)
+labels_are_uneven(oomkit_call *call, Py_ssize_t leaf, PyObject *lengths)
 {
+    const int64_t dim = oomkit_node_dim(call->options, &call->batch, leaf);
     OWNED PyObject *answer = NULL;
 
+    if (dim < 0) {
+        return 0; /* with an exception */
+    }
+
     EXEMPT (call->st) {
-        answer = PyObject_CallFunction(call->st->uneven_labels, "OLO", leaf,
-                                       (long long)call->options->dim, lengths);
+        answer = PyObject_CallFunction(call->st->uneven_labels, "OLO",
+                                       call->batch.nodes[leaf].object, (long long)dim,
+                                       lengths);
     }
     if (answer == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
         PyErr_Clear(); /* labels that cannot be counted tell nothing */
@@ -460,7 +465,7 @@ labels_find(oomkit_call *call, Py_ssize_t *leaf)
         if (node->kind != OOMKIT_NODE_TENSOR || node->split != OOMKIT_SPLIT_NARROW) {
             continue;
         }
-        result = labels_are_uneven(call, node->object, lengths);
+        result = labels_are_uneven(call, i, lengths);
         result = PyErr_Occurred() ? -1 : result;
         *leaf = i;
     }
@@ -474,22 +479,9 @@ oomkit_weights_are_free(const oomkit_call *call)
 }
 
 int
-oomkit_weights_are_countable(const oomkit_call *call)
-{
-    return call->options->dims == NULL;
-}
-
-int
 oomkit_weights_are_due(const oomkit_call *call)
 {
     return oomkit_weights_are_free(call) && labels_are_due(call);
-}
-
-int
-oomkit_weights_labels(oomkit_call *call)
-{
-    Py_ssize_t leaf;
-    return oomkit_weights_are_due(call) ? labels_find(call, &leaf) : 0;
 }
 
 /* That is said once per site. */

@@ -37,19 +37,9 @@ oomkit_weights_ask(struct oomkit_call *call, int64_t start, int64_t length,
 int
 oomkit_weights_are_free(const struct oomkit_call *call);
 
-/* Are samples in one dimension of everything, so that oomkit can count what is in them?
- */
-int
-oomkit_weights_are_countable(const struct oomkit_call *call);
-
 /* Has nobody said it, and are values of the batch to be read for it in this call? */
 int
 oomkit_weights_are_due(const struct oomkit_call *call);
-
-/* Do micro-batches hold unequal shares of labels that are not -100, where nobody has
- * said what the loss is a mean over? 1, 0 (or nobody looked), -1. */
-int
-oomkit_weights_labels(struct oomkit_call *call);
 
 /* --- loss_value.c --- */
 

@@ -94,6 +94,10 @@ oomkit_options_dim(PyObject *given, oomkit_options *options);
 int64_t
 oomkit_argument_dim(const oomkit_options *options, const oomkit_batch *batch,
                     Py_ssize_t argument);
+/* The same of the argument that a node is in. */
+int64_t
+oomkit_node_dim(const oomkit_options *options, const oomkit_batch *batch,
+                Py_ssize_t index);
 
 /* --- capture.c --- */
 

@@ -78,3 +78,19 @@ oomkit_argument_dim(const oomkit_options *options, const oomkit_batch *batch,
     }
     return PyErr_Occurred() ? INT64_MIN : dim;
 }
+
+int64_t
+oomkit_node_dim(const oomkit_options *options, const oomkit_batch *batch,
+                Py_ssize_t index)
+{
+    Py_ssize_t argument = 0, at = 0, end;
+
+    if (options->dims == NULL) {
+        return options->dim;
+    }
+    while ((end = oomkit_node_end(batch, at)) <= index) {
+        at = end;
+        argument++;
+    }
+    return oomkit_argument_dim(options, batch, argument);
+}

@@ -259,19 +259,10 @@ static int
 sliced_alike(const oomkit_options *options, const oomkit_batch *batch, Py_ssize_t a,
              Py_ssize_t b)
 {
-    int64_t one = 0, two = 0;
-    Py_ssize_t argument, at = 0;
+    const int64_t one = oomkit_node_dim(options, batch, a),
+                  two = oomkit_node_dim(options, batch, b);
 
-    for (argument = 0; options->dims != NULL && at <= b; argument++) {
-        int64_t dim = oomkit_argument_dim(options, batch, argument);
-        if (dim == INT64_MIN) {
-            return -1;
-        }
-        one = at <= a ? dim : one;
-        two = dim;
-        at = oomkit_node_end(batch, at);
-    }
-    return one == two;
+    return one == INT64_MIN || two == INT64_MIN ? -1 : one == two;
 }
 
 /* Is it made anew in a micro-batch? */

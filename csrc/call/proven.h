@@ -54,11 +54,10 @@ typedef struct oomkit_proven {
     uint8_t missed; /* how often losses were to be compared and could not be */
     uint8_t level;
     uint8_t sequence_next;
-    uint8_t labels;    /* among them ignored ones, not as many in each micro-batch */
-    uint8_t draws;     /* random numbers that parts of a proof can be given */
-    uint8_t unseen;    /* a call does what no proof has shown: see oomkit_paths */
-    uint64_t hooks;    /* that were registered by the end of the last call */
-    uint64_t hooks_at; /* that call */
+    uint8_t draws;           /* random numbers that parts of a proof can be given */
+    uint8_t unseen;          /* a call does what no proof has shown: see oomkit_paths */
+    uint64_t hooks;          /* that were registered by the end of the last call */
+    uint64_t hooks_at;       /* that call */
     uint64_t hooks_of_micro; /* by its first micro-batch */
     oomkit_hashes kinds;     /* which operations followed which in graphs of proofs */
     oomkit_hashes silent;    /* places in them that no gradient but 0 has come to */

@@ -91,7 +91,8 @@ proof_differs(oomkit_proof *p, PyObject *text)
 
     if (oomkit_proof_is_weak(p)) {
         rules = Py_NewRef(p->rules);
-    } else if (!oomkit_search_needed(p) || oomkit_search_ask(p, "fuller") >= 0) {
+    } else if (!oomkit_weights_are_free(p->call) ||
+               oomkit_search_ask(p, "fuller") >= 0) {
         rules = oomkit_search_rules(p);
     }
     found = rules == NULL                      ? -1
@@ -140,7 +141,7 @@ proof_joins(oomkit_proof *p, PyObject **text)
 static int
 proof_apart(oomkit_proof *p, PyObject **text)
 {
-    int tries, found = !p->own && oomkit_search_needed(p);
+    int tries, found = !p->own && oomkit_weights_are_free(p->call);
 
     for (tries = 0; tries < APART && found > 0 && *text == NULL; tries++) {
         found = oomkit_search_ask(p, "told_apart");

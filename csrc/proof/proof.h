@@ -90,10 +90,6 @@ extern PyMethodDef oomkit_proof_methods[];
 
 /* --- weights_search.c --- */
 
-/* Is it left to oomkit what the loss is a mean over? */
-int
-oomkit_search_needed(const oomkit_proof *p);
-
 /* Asks judge.method(leaves, rule, ..., slices) for a place. 1, 0 or -1. */
 int
 oomkit_search_ask(oomkit_proof *p, const char *method);

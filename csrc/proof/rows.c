@@ -113,7 +113,7 @@ oomkit_proof_rows_varied(oomkit_proof *p)
 {
     OWNED PyObject *leaves = NULL, *slices = NULL, *start = NULL;
 
-    if (p->anchored || !oomkit_weights_are_countable(p->call)) {
+    if (p->anchored) {
         return 0;
     }
     leaves = oomkit_proof_leaves(p->call);

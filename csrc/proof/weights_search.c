@@ -34,7 +34,7 @@ oomkit_search_rules(oomkit_proof *p)
     PyObject *rules = NULL; /* owned */
     int status;
 
-    if (!oomkit_weights_are_countable(p->call) || !p->trained) {
+    if (!p->trained) {
         return PyList_New(0);
     }
     status = oomkit_proof_run(p, "raw", &whole, 1, NULL) < 0 ||
@@ -52,12 +52,6 @@ oomkit_search_rules(oomkit_proof *p)
                                     (long long)two.start, (long long)two.length);
     }
     return rules;
-}
-
-int
-oomkit_search_needed(const oomkit_proof *p)
-{
-    return oomkit_weights_are_free(p->call) && oomkit_weights_are_countable(p->call);
 }
 
 int

@@ -183,10 +183,9 @@ verify_search(oomkit_proof *p, PyObject *verdict, const oomkit_slice *cut, int m
         return NULL;
     }
     EXEMPT (p->call->st) {
-        answer = PyObject_CallMethod(
-            p->judge, "weighed", "OOOOO", p->call->cut->verification, verdict,
-            oomkit_weights_are_countable(p->call) ? leaves : Py_None, slices,
-            moved ? Py_True : Py_False);
+        answer = PyObject_CallMethod(p->judge, "weighed", "OOOOO",
+                                     p->call->cut->verification, verdict, leaves,
+                                     slices, moved ? Py_True : Py_False);
     }
     return answer;
 }
