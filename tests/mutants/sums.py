@@ -303,15 +303,31 @@ MUTANTS = [
         ("proof/test_proof_places.py::test_weights_that_hold_in_one_micro_batch_alone",),
     ),
     Mutant(
-        "later-labels-not-proven",
-        "where the first batch ignored no label, one that does is proven anew in any dimension",
+        "counted-in-dimension-0",
+        "what does not count is counted in the dimension that the argument's rows have",
         "csrc/accum/proven.c",
-        "    return found->rule == NULL && !found->labels ? oomkit_weights_labels(call) : 0;",
-        "    return 0;",
+        "    if (dim <= 0) {",
+        "    if (dim < INT64_MAX) {",
         (
             "proof/test_proof_places.py::"
             "test_labels_that_are_ignored_later_where_rows_stand_in_another_dimension",
         ),
+    ),
+    Mutant(
+        "later-class-weights-not-seen",
+        "weights of classes that no proof has seen are proven before the update",
+        "csrc/hook/graph_walk.c",
+        "    return type->weighs ? oomkit_hash_mix(hash, walk_weights(st, node, type)) : hash;",
+        "    return hash;",
+        ("accum/test_weights_found.py::test_weights_that_change",),
+    ),
+    Mutant(
+        "earlier-class-weights-believed",
+        "weights of classes that come back after others are proven again",
+        "csrc/accum/proven.c",
+        "    if (rule != before) {",
+        "    if (0) {",
+        ("accum/test_weights_found.py::test_weights_that_change",),
     ),
     Mutant(
         "later-rows-not-looked-at",
