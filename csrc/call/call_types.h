@@ -284,6 +284,7 @@ typedef struct oomkit_tries {
     int flushed;           /* a plan was tried again after the cache was emptied */
     int update_again;      /* so was one that failed in an update */
     int update_smaller;    /* an update that failed goes on in smaller parts */
+    int state_moved;       /* the ladder has moved state: an update may bring it back */
     int by_step;           /* the last micro-batch was ended by the function itself */
     int parked;            /* ... of a proof, by an error, while gradients were away */
     int restart;           /* this attempt is given up: OOMKIT_RESTART_* */

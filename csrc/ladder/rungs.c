@@ -143,11 +143,12 @@ climb_next(oomkit_call *call, int highest)
     int rung = (int)call->cut->plan.rung, records;
     uint64_t bytes = 0;
 
-    if (oomkit_rung_allowed(call, OOMKIT_RUNG_STATE)) {
+    if (!call->tries.state_moved && oomkit_rung_allowed(call, OOMKIT_RUNG_STATE)) {
         if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
             return -1;
         }
         if (bytes > 0) {
+            call->tries.state_moved = 1;
             return rung > OOMKIT_RUNG_STATE ? rung : OOMKIT_RUNG_STATE;
         }
     }

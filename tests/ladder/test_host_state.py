@@ -225,3 +225,39 @@ def test_in_a_trial_there_is_no_ladder_unless_asked() -> None:
             Program("AdamW", ladder="auto").run(1)
     finally:
         assert oomkit._C._ladder_scope(before) == 0
+
+
+class ManyRetriesError(Exception):
+    """Raised in place of a call that would never end."""
+
+
+def few(retries: int) -> Any:
+    def on_retry(record: oomkit.Record) -> None:
+        if record.ooms > retries:
+            raise ManyRetriesError(record)
+
+    return on_retry
+
+
+def wrapped_by_hand(optimizer: Any) -> None:
+    original = optimizer.step
+    optimizer.step = lambda *args, **kwargs: original(*args, **kwargs)
+
+
+def wrapped_above_a_schedule(optimizer: Any) -> None:
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.step = torch.no_grad()(optimizer.step)
+
+
+@pytest.mark.parametrize("safety", ["predict", "copy"])
+@pytest.mark.parametrize("wrap", [wrapped_by_hand, wrapped_above_a_schedule])
+def test_an_update_that_cannot_go_on_ends(wrap: Any, safety: str) -> None:
+    """Each attempt at it brings all state back, so that there would be some to move for ever."""
+    with room(16.0):
+        program = Program("AdamW", optimizer_safety=safety, on_retry=few(20))
+        wrap(program.optimizer)
+        program.run(2)
+    before, x = program.picture(), program.batch()
+    with room(-1.0), pytest.raises(oomkit.OutOfMemory):
+        program.step(x)
+    assert same(program.picture(), before)
