@@ -32,12 +32,12 @@ _STATE_COPIES: dict[str, int] = {
 # updated one after the other, and in sizes of all of them for foreach=True.
 _TEMPORARIES: dict[str, tuple[float, float]] = {
     "Adadelta": (3.0, 2.0),
-    "Adafactor": (2.1, 1.0),
+    "Adafactor": (3.1, 1.0),  # of a vector; 2.1 of a matrix
     "Adagrad": (2.0, 2.0),
     "Adam": (3.0, 1.0),
     "AdamW": (3.0, 1.0),
     "Adamax": (2.0, 1.0),
-    "ASGD": (0.0, 1.0),
+    "ASGD": (1.0, 1.0),  # once it averages, at t0
     "Muon": (3.1, 3.1),
     "NAdam": (3.0, 1.0),
     "RAdam": (6.0, 1.0),
@@ -131,7 +131,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: Any
     if type(optimizer).__name__ == "Adafactor":
         rows = p.numel() // p.shape[-1] if p.dim() > 1 else p.numel()
         columns = p.numel() // p.shape[-2] if p.dim() > 1 else 0
-        return int((rows + columns) * 4)
+        return int((rows + columns) * p.element_size())
     copies = _state_copies(type(optimizer).__name__, group)
     return int(copies * p.numel() * p.element_size())
 
@@ -174,7 +174,7 @@ def _factors(name: str, group: dict[str, Any]) -> tuple[float, float]:
     decay = bool(group.get("weight_decay")) and name not in ("AdamW", "Adafactor", "Muon")
     if name == "SGD" and group.get("momentum") and group.get("nesterov"):
         single, foreach = single + 1.0, 1.0
-    if name == "RMSprop" and (group.get("momentum") or group.get("centered")):
+    if name == "RMSprop" and (group.get("momentum") or group.get("centered") or decay):
         foreach = 2.0
     if decay:
         single += 1.0

@@ -23,7 +23,7 @@ _OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("Adadelta", {"weight_decay": 0.1}),
     ("RMSprop", {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
     ("Rprop", {}),
-    ("ASGD", {"weight_decay": 0.1}),
+    ("ASGD", {"weight_decay": 0.1, "t0": 2}),  # its averaging begins
     ("Adafactor", {"weight_decay": 0.1}),
     ("Muon", {}),
 ]
