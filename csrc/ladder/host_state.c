@@ -86,13 +86,32 @@ is_moved(oomkit_call *call, PyObject *tensor, oomkit_tensor_facts *facts)
     return alone == NULL ? -1 : alone == Py_True;
 }
 
+/* Is one that `hosted` has there still? A program may have brought it back by itself
+ * (`tensor.data = tensor.data.to(device)`). 1, 0 or -1. */
+static int
+is_there(oomkit_call *call, PyObject *hosted, PyObject *key, PyObject *tensor)
+{
+    const oomkit_state *st = call->st;
+    const int there = PyDict_Contains(hosted, key);
+    oomkit_tensor_facts facts;
+
+    if (there <= 0) {
+        return there;
+    }
+    if (oomkit_tensor_facts_get(call->st, tensor, 0, &facts) < 0) {
+        return -1;
+    }
+    return facts.device_type == OOMKIT_DEVICE_CPU &&
+           st->bridge->cpu_counted(tensor, st->impl_offset) != 1;
+}
+
 int
 oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
                      uint64_t *bytes)
 {
     oomkit_tensor_facts facts;
     OWNED PyObject *key = PyLong_FromVoidPtr(tensor), *copy = NULL;
-    int there = key == NULL ? -1 : PyDict_Contains(hosted, key);
+    int there = key == NULL ? -1 : is_there(call, hosted, key, tensor);
     int moves = there == 0 ? is_moved(call, tensor, &facts) : 0;
 
     if (there != 0 || moves <= 0) {

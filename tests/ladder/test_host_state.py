@@ -227,6 +227,30 @@ def test_in_a_trial_there_is_no_ladder_unless_asked() -> None:
         assert oomkit._C._ladder_scope(before) == 0
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_state_that_a_program_brings_back_is_moved_again(in_place: bool) -> None:
+    plain = Program("AdamW", ladder=())
+    losses = plain.run(4)
+    expected = plain.picture()
+    del plain
+    with room(2.8):
+        program = Program("AdamW", min_micro_batch=ROWS)
+        assert program.run(2) == losses[:2]
+        x = [program.batch() for _ in range(2)]
+    gc.collect()
+    budget = allocated() + int(0.8 * PARAMS) + 8 * BATCH  # beside parameters and gradients
+    for state in program.optimizer.state.values():
+        for key, value in state.items():
+            if in_place:
+                value.data = value.data.clone()
+            else:
+                state[key] = value.clone()
+    with oomkit.limit_memory(budget, device="cpu"):
+        assert [program.step(each) for each in x] == losses[2:]
+    assert [r.rung for r in program.step.records] == [2] * 4
+    assert same(program.picture(), expected)
+
+
 class ManyRetriesError(Exception):
     """Raised in place of a call that would never end."""
 
