@@ -101,9 +101,11 @@ refuse_state(oomkit_call *call, PyObject *optimizer, const oomkit_update_figures
         PyUnicode_FromFormat(
             "%s.step() needs %s for its state and %s are left: "
             "nothing was updated; use an optimizer with less state, "
-            "a larger budget, or ladder=(\"update\", \"state\")" SEE("out-of-memory"),
+            "a larger budget, or %s" SEE("out-of-memory"),
             Py_TYPE(optimizer)->tp_name, oomkit_format_bytes(f->state, state),
-            oomkit_format_bytes(f->left, left));
+            oomkit_format_bytes(f->left, left),
+            f->independent ? "ladder=(\"update\", \"state\")"
+                           : "an optimizer whose update can be made in parts");
 
     call->refused.raised = 1;
     return oomkit_give_up_for(call, reason);

@@ -128,8 +128,9 @@ def optimizer_state(f: Figures) -> str | None:
     if need - (f.others or 0) <= f.budget and others_hold(f):
         return None  # it would fit without them
     rung = (
-        "the rung 'state' of the ladder keeps it in host memory"
-        if f.allows("state")
+        "the rung 'state' of the ladder, which keeps it in host memory, did not help: it needs "
+        "host memory, and an update that can be made in parts"
+        if f.allows("update") and f.allows("state")
         else 'ladder=("update", "state") keeps it in host memory'
     )
     return (

@@ -197,12 +197,32 @@ def test_the_first_step_that_cannot_fit_is_refused_before_anything_moves() -> No
     base = oomkit.memory("cpu").allocated or 0
     with oomkit.limit_memory(base + 600_000, device="cpu"):
         with pytest.raises(
-            oomkit.OutOfMemory, match=r"[KM]iB for its state and .* nothing was"
+            oomkit.OutOfMemory, match=r'[KM]iB for its state and .* nothing was.*"update", "state"'
         ) as caught:
             step(torch.randn(4, 256))
     assert caught.value.committed is False
     assert not optimizer.state
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("ladder", ["auto", ()], ids=str)
+def test_a_ladder_that_cannot_help_is_not_advised(ladder: Any) -> None:
+    """A fused update under a GradScaler writes to gradients: it is not made in parts."""
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+
+    @oomkit.auto_batch(ladder=ladder)
+    def step(x: torch.Tensor) -> None:
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    base = oomkit.memory("cpu").allocated or 0
+    with oomkit.limit_memory(base + 600_000, device="cpu"):
+        with pytest.raises(oomkit.OutOfMemory, match="whose update can be made in parts") as caught:
+            step(torch.randn(4, 256))
+    assert "ladder=" not in str(caught.value).partition("\n")[0]
 
 
 @pytest.mark.parametrize("earlier", [0, 1], ids=["first call", "later call"])
