@@ -110,9 +110,7 @@ def test_the_state_names_the_rung_that_is_left():
     figures = replace(PLAIN, missing_state=21 * MIB)
     assert not any("state of AdamW" in text for text in sentences(figures))  # not there yet
     figures = replace(figures, phase="optimizer")
-    assert "the rung 'state' of the ladder, which keeps it in host memory, did not help" in (
-        sentences(figures)[0]
-    )
+    assert "which keeps it in host memory, did not help" in sentences(figures)[0]
     for ladder in (0, 2, 4):  # none, "update", "state"
         assert 'ladder=("update", "state")' in sentences(replace(figures, ladder=ladder))[0]
 
