@@ -9,6 +9,7 @@
 #include "step_arguments.h"
 #include "../ladder/ladder.h"
 #include "../optim/optim.h"
+#include "../optim/update_part.h"
 #include "../optim/optimizer_extras.h"
 #include "../optim/step_attributes.h"
 #include "../py/modes.h"
@@ -124,7 +125,7 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
     PyObject *handled; /* owned: what the step is handling */
     int moved;
 
-    if (call->options->optimizer_copy) {
+    if (oomkit_part_is_copied(call, index)) {
         if (interceptor_restore(call, index) < 0) {
             Py_XDECREF(exception);
             return NULL;
@@ -227,7 +228,8 @@ interceptor_measured(interceptor_object *self, int measure, int closure,
     return result;
 }
 
-/* An update in parts; Py_NotImplemented (new reference) where it cannot be cut. */
+/* An update in parts; Py_NotImplemented (new reference) where it cannot be cut: it may
+ * well fail half done, so that there are copies to put back then. */
 static PyObject *
 interceptor_parts(interceptor_object *self, int index, PyObject *const *args,
                   size_t nargsf, PyObject *kwnames)
@@ -241,7 +243,11 @@ interceptor_parts(interceptor_object *self, int index, PyObject *const *args,
     oomkit_phase_set(call->st, phase);
     if (result == NULL) {
         oomkit_update_broke_off(call, self->target);
-    } else if (result != Py_NotImplemented) {
+    } else if (result == Py_NotImplemented) {
+        if (oomkit_optimizer_copy(call, index) < 0) {
+            Py_CLEAR(result);
+        }
+    } else {
         oomkit_update_worked(call, self->target);
         if (!interceptor_versions_tell(self)) {
             oomkit_update_becomes_final(call);
@@ -353,10 +359,6 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
                 return result;
             }
             Py_DECREF(result);
-            if (call->options->optimizer_copy &&
-                oomkit_optimizer_copy(call, index) < 0) {
-                return NULL;
-            }
         }
         result = interceptor_measured(self, fits == 2, closure, args, nargsf, kwnames);
         if (closure && oomkit_backward_runs() != runs) {
@@ -364,6 +366,9 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
         }
         if (result != NULL) {
             oomkit_update_worked(call, self->target);
+            if (!call->options->optimizer_copy) {
+                oomkit_part_forget(call, index);
+            }
         }
         if (result != NULL && !interceptor_versions_tell(self)) {
             oomkit_update_becomes_final(call);

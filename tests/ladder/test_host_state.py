@@ -285,3 +285,17 @@ def test_an_update_that_cannot_go_on_ends(wrap: Any, safety: str) -> None:
     with room(-1.0), pytest.raises(oomkit.OutOfMemory):
         program.step(x)
     assert same(program.picture(), before)
+
+
+@pytest.mark.parametrize("wrap", [wrapped_by_hand, wrapped_above_a_schedule])
+def test_an_update_that_is_not_cut_is_not_left_half_done(wrap: Any) -> None:
+    """It is known not to fit before it runs."""
+    program = Program("AdamW", on_retry=few(20))
+    wrap(program.optimizer)
+    before, x = program.picture(), program.batch()
+    with room(3.2), pytest.raises(oomkit.OutOfMemory):
+        program.step(x)
+    assert same(program.picture(), before)
+    with room(8.0):
+        program.step(x)
+    assert program.step.records[-1].rung == 0
