@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.messages import message_of
+from helpers.seen import Seen
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -351,7 +352,7 @@ def one_dies_in_the_next_attempt(rank: Rank) -> None:
 
     _meets(rank)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    forwards: list[int] = []
+    forwards: Seen[int] = Seen()  # a list would be put back
 
     def hurt(*_: Any) -> None:
         forwards.append(1)
