@@ -50,11 +50,12 @@ ranks: $(VENV)/.test $(BUILT) ## Run all tests of several ranks, of which make t
 # .venv's build fits them, for Python and torch are the same. The documents' commands are run with
 # Optuna 5, of which they show the output.
 OPTUNAS ?= 5 4
+INTEGRATIONS := tests/integrations
 BLOCKS_5 := tests/docs/test_blocks.py
 BLOCKS_4 := $(BLOCKS_5)::test_python
 test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ## Run the tests of other frameworks (the first time 5 minutes more)
 	set -e; $(foreach version,$(OPTUNAS),PYTHONPATH=. .venv-optuna$(version)/bin/python -m pytest \
-	    tests/integrations $(BLOCKS_$(version)) $(PYTEST_ARGS); )
+	    $(INTEGRATIONS) $(BLOCKS_$(version)) $(PYTEST_ARGS); )
 
 test-sinks: $(BUILT) .venv-sinks/.installed ## Run the tests of loggers and notebooks (the first time 2 minutes more)
 	PYTHONPATH=.:tests WANDB_MODE=offline .venv-sinks/bin/python -m pytest tests/sinks \

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.sample import sampled
 from torch import nn
 
 import oomkit
@@ -90,7 +91,7 @@ KINDS = ("bfloat16", "float16", "autocast")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", [_ignoring, _masked, _of_all])
 def test_weights_are_found_that_differ_by_less_than_rounding(loss: Loss, kind: str) -> None:
-    for seed in range(4):
+    for seed in sampled(range(4), 2):
         assert abs(Splits(loss, seed, kind).weighs()) < 3e-3
 
 
@@ -101,7 +102,7 @@ def _hinge(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", [_of_all, _hinge])
 def test_a_loss_that_is_returned_as_a_number_is_as_coarse(loss: Loss, kind: str) -> None:
-    for seed in range(4):
+    for seed in sampled(range(4), 2):
         one = Splits(loss, seed, kind)
 
         def run(x: torch.Tensor, y: torch.Tensor, one: Splits = one) -> dict[str, float]:
@@ -118,7 +119,7 @@ def test_a_loss_that_is_returned_as_a_number_is_as_coarse(loss: Loss, kind: str)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_are_not_found_are_no_proof(kind: str) -> None:
-    for seed in range(4):
+    for seed in sampled(range(4), 2):
         with pytest.raises(oomkit.SplitError, match=r"the first part weighs 0\.\d+ of the whole"):
             Splits(_by_words, seed, kind).split()
 
@@ -167,7 +168,7 @@ def _twice(one: Splits) -> Callable[[torch.Tensor, torch.Tensor], None]:
 @pytest.mark.parametrize("make", [_clipped, _scaled, _twice])
 def test_gradients_are_projected_as_backwards_leave_them(make: Any, kind: str) -> None:
     """However small the step makes them then."""
-    for seed in range(4):
+    for seed in sampled(range(4), 2):
         wrong = Splits(_by_words, seed, kind)
         step = oomkit.auto_batch(make(wrong), model=wrong.model)
         with (
@@ -202,7 +203,7 @@ def test_rows_that_are_alike_are_rounded_alike(total: bool, kind: str) -> None:
         out = model(x)[:, :2].square()
         return out.sum() * 1e-3 if total else out.mean()
 
-    for seed in range(4):
+    for seed in sampled(range(4), 2):
         one = Splits(loss, seed, kind)
         one.x, one.y = one.x[:1].expand(6, TOKENS).clone(), one.y[:1].expand(6, TOKENS).clone()
         one.split()

@@ -20,7 +20,7 @@ def _quiet():
 CASES = list(itertools.product(FORMS, TIMES))
 
 
-@pytest.mark.parametrize(("name", "kind"), sampled(CASES, 10, "forms", kind=lambda case: case[0]))
+@pytest.mark.parametrize(("name", "kind"), sampled(CASES, 5, "forms", kind=lambda case: case[0]))
 def test_each_allocation_of_an_evaluation(name, kind):
     first, every = stride(67 if "generate" in name else 3)
     found = sweep(name, kind, every, first)

@@ -183,7 +183,7 @@ def faulted(name: str, phase: str, nth: int, times: int | None) -> tuple[Program
     return program, fault, ended
 
 
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("name", sampled([*LADDERS], 3, "stands"))
 def test_the_demos_gpt_stands_on_the_rung(name: str) -> None:
     program, _, _ = faulted(name, "forward", 10**9, 1)
     assert [r.rung for r in program.step.records][1:] == [RUNGS[name]] * 2
@@ -290,7 +290,7 @@ FAULTS = list(itertools.product(CLIMBED, PHASES, (1, None)))
 
 @pytest.mark.parametrize(
     ("name", "phase", "times"),
-    sampled(FAULTS, 20, "faults", kind=lambda case: case[:2]),
+    sampled(FAULTS, 10, "faults", kind=lambda case: case[0]),
     ids=lambda of: {1: "once", None: "for good"}.get(of, of),
 )
 def test_the_demos_gpt(name: str, phase: str, times: int | None) -> None:
@@ -338,8 +338,14 @@ def has_state(config: Config) -> bool:
 STATEFUL = [c for c in CONFIGS if has_state(c)]
 
 
-@pytest.mark.parametrize("phase", ["optimizer", "recovery"])
-@pytest.mark.parametrize("config", STATEFUL, ids=str)
+HOSTED = list(itertools.product(STATEFUL, ["optimizer", "recovery"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "phase"),
+    sampled(HOSTED, len(STATEFUL), "hosted", kind=lambda case: str(case[0])),
+    ids=str,
+)
 def test_state_on_the_host(config: Config, phase: str) -> None:
     expected = pictures(str(config))
     _, step, fired = hosted(config)

@@ -93,7 +93,7 @@ def allocations(config: Config, calls: int) -> int:
 def test_a_failure_anywhere_in_it_is_undone_and_it_is_made(config: Config, calls: int) -> None:
     _, pictures = plain(config, calls + 1)
     count = allocations(config, calls)
-    for nth in sampled(range(1, count + 1), 6):
+    for nth in sampled(range(1, count + 1), 3):
         program = Program(config)
         step = protected(program, optimizer_safety="parts")
         for x in BATCHES[:calls]:
@@ -112,7 +112,7 @@ def test_a_failure_anywhere_in_it_is_undone_and_it_is_made(config: Config, calls
 @pytest.mark.filterwarnings("ignore")
 def test_for_good_it_is_out_of_memory_with_the_state_of_the_entry(config: Config) -> None:
     count = allocations(config, 1)
-    for nth in sampled(range(1, count + 1), 4):
+    for nth in sampled(range(1, count + 1), 2):
         program = Program(config)
         step = protected(program, optimizer_safety="parts", ladder=())
         step(BATCHES[0])

@@ -22,7 +22,7 @@ import pytest
 import torch
 from helpers.own_process import run_program
 from helpers.recovery_world import World, differences
-from helpers.sample import sampled
+from helpers.sample import sampled, stride
 from torch import nn
 
 import oomkit
@@ -212,7 +212,8 @@ def test_options_are_read_without_memory(options: dict[str, Any], expected: str)
         suffer(call, Fault(nth), outcome := Outcome())
         return outcome.error
 
-    answers = [apart(lambda nth=nth: work(nth)) for nth in range(120)]
+    first, every = stride(4)
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(first - 1, 120, every)]
     assert [answer.died for answer in answers if answer.died] == []
     assert {answer.value for answer in answers} == {expected, "MemoryError"}
 
@@ -232,7 +233,8 @@ def test_a_frame_without_memory_for_its_object_is_not_the_outermost() -> None:
         return outcome.error, outcome.text
 
     first()
-    answers = [apart(lambda nth=nth: work(nth)) for nth in range(200)]
+    begin, every = stride(5)
+    answers = [apart(lambda nth=nth: work(nth)) for nth in range(begin - 1, 200, every)]
     assert [answer.died for answer in answers if answer.died] == []
     assert {answer.value[0] for answer in answers} == {"MemoryError", ""}, answers
 

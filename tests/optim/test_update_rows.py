@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,10 +59,19 @@ def test_every_class_that_is_known_is_compared() -> None:
     assert {name for name, _ in SETTINGS} == ELEMENTWISE
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [(101, 97), (513,), (40, 6, 5)], ids=str)
-@pytest.mark.parametrize(("name", "options"), SETTINGS, ids=str)
+SHAPES = [(101, 97), (513,), (40, 6, 5)]
+CASES = [
+    (*setting, *case)
+    for setting in SETTINGS
+    for case in itertools.product(SHAPES, [torch.float32, torch.float64], [False, True])
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape", "dtype", "foreach"),
+    sampled(CASES, len(CASES) // 3, "rows"),
+    ids=str,
+)
 def test_rows_are_updated_as_in_the_whole(
     name: str, options: dict[str, Any], shape: tuple[int, ...], dtype: Any, foreach: bool
 ) -> None:

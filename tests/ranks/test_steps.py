@@ -101,7 +101,7 @@ SOME_JOINED = [*JOINED] if WHOLE else ["plain True", "idle, norm True"]
 WAITS = ("at once", "later", "later, with a limit")
 KINDS = ("ddp", "fsdp")
 WAITING = list(itertools.product(WAITS, KINDS))
-SOME_WAITING = sampled(WAITING, 2, "waiting", kind=lambda case: case[1])
+SOME_WAITING = sampled(WAITING, 1, "waiting")
 ROWS = list(itertools.product((1, 3), KINDS))  # the last one's are known when others
 SOME_ROWS = sampled(ROWS, 2, "rows", kind=lambda case: case[1])  # have reduced
 SOME_USED = [*shards.USED] if WHOLE else ["last", "by_rank"]  # what is told in more than a step

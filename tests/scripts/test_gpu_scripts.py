@@ -104,6 +104,7 @@ def test_policies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert all(row["OOMs"] >= 1 and row["k"] >= 2 and row["k*"] >= 2 for row in rows), rows
 
 
+@pytest.mark.whole
 def test_a_part_of_the_policies_has_a_table_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ class Saved:
         return tensor
 
 
+@pytest.mark.whole
 def test_wide_attention_at_full_size_does_not_fit_and_a_row_does() -> None:
     """By shapes, in single precision. Autocast keeps more: nearly all of it are the weights of
     attentions, which softmax gives in single precision and the product wants in half."""

@@ -63,6 +63,7 @@ def test_it_dies_as_it_is_and_trains_when_protected(tmp_path: Path) -> None:
     assert (tmp_path / "larger.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.whole
 def test_a_run_that_fits_shows_nothing(tmp_path: Path) -> None:
     done = run(tmp_path, "module.one_row_at_a_time = lambda scale, device: ''")
     assert done.returncode == 1, done.stderr
