@@ -125,12 +125,32 @@ integers_are_constant(const oomkit_rules *r, const oomkit_place *where,
     return counts < 0 ? -1 : constant;
 }
 
+/* NULL always: the first two that differ. */
+static PyObject *
+numbers_differ(const oomkit_rules *r, const oomkit_place *where,
+               PyObject *const *values)
+{
+    Py_ssize_t i = 1;
+
+    while (i < r->count - 1) {
+        int same = PyObject_RichCompareBool(values[0], values[i], Py_EQ);
+        if (same < 0) {
+            return NULL;
+        }
+        if (same == 0) {
+            break;
+        }
+        i++;
+    }
+    return oomkit_place_differs(r, where, values[0], values[i]);
+}
+
 PyObject *
 oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
                      PyObject *const *values)
 {
     PyObject *sum; /* owned */
-    int constant, updated;
+    int constant, updated, was_one;
     Py_ssize_t i;
 
     if (oomkit_rules_check_number(r, where) < 0) {
@@ -143,7 +163,12 @@ oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
                    ? NULL
                    : Py_NewRef(values[r->count - 1]);
     }
-    if (updated < 0 || oomkit_place_say(r, where, constant ? "kept" : "added") < 0) {
+    was_one = updated < 0 || constant ? 0 : oomkit_rules_was_one(r, where);
+    if (was_one > 0) {
+        return numbers_differ(r, where, values);
+    }
+    if (updated < 0 || was_one < 0 ||
+        oomkit_place_say(r, where, constant ? "kept" : "added") < 0) {
         return NULL;
     }
     sum = Py_NewRef(values[0]);

@@ -240,6 +240,14 @@ oomkit_rules_shown(const oomkit_rules *r, const oomkit_place *where, long figure
 }
 
 int
+oomkit_rules_was_one(const oomkit_rules *r, const oomkit_place *where)
+{
+    const long shown = rules_figure(r, where);
+
+    return shown == -2 ? -1 : shown == OOMKIT_FIGURE_LAST;
+}
+
+int
 oomkit_rules_is_one(const oomkit_rules *r, const oomkit_place *where)
 {
     const long shown = rules_figure(r, where);

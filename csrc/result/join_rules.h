@@ -113,6 +113,11 @@ oomkit_rules_may_be_norm(const oomkit_rules *r, const oomkit_place *where);
 int
 oomkit_rules_shown(const oomkit_rules *r, const oomkit_place *where, long figure);
 
+/* Has a proof shown an integer that was the same in the whole and in all of its parts,
+ * so that no sum is right where micro-batches differ (a maximum)? 1, 0 or -1. */
+int
+oomkit_rules_was_one(const oomkit_rules *r, const oomkit_place *where);
+
 /* Is the integer that all micro-batches gave that of the whole (1), or do they add up
  * (0)? By what a proof has shown, else by its name; 2 where neither tells, or -1. */
 int

@@ -181,7 +181,13 @@ join_scalars(const oomkit_rules *r, const oomkit_place *where, PyObject *const *
         if (equal < 0 || (equal && oomkit_place_say(r, where, "kept") < 0)) {
             return NULL;
         }
-        if (!equal && dtype == 11) {
+        if (!equal && dtype != 11) {
+            told = oomkit_rules_was_one(r, where);
+            if (told < 0) {
+                return NULL;
+            }
+        }
+        if (!equal && told == 1) {
             return oomkit_place_differs(r, where, values[0], values[r->count - 1]);
         }
     }

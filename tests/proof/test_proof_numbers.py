@@ -146,6 +146,28 @@ def test_a_number_that_was_0_is_added_with_a_warning(caplog: pytest.LogCaptureFi
     assert sum("is added, although all micro-batches" in m for m in caplog.messages) == 1
 
 
+@pytest.mark.parametrize("make", [int, torch.tensor])
+def test_what_was_one_number_in_the_proof_is_not_added_later(make: Callable[[int], Any]) -> None:
+    """A maximum: the same in all parts of the proof, and not in those of a later call."""
+    torch.manual_seed(SEED)
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, levels: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        return make(int(levels.max()))
+
+    levels = torch.full((ROWS,), 5.0)
+    for _ in range(2):
+        assert step(torch.randn(ROWS, 3, dtype=torch.float64), levels) == make(5)
+    levels[: ROWS // 2] = 3
+    with pytest.raises(oomkit.SplitError, match="differs: .*3.* and .*5"):
+        step(torch.randn(ROWS, 3, dtype=torch.float64), levels)
+
+
 def test_counts_stay_counts() -> None:
     step, _ = _step(lambda loss, scores, mask: int(mask.sum()))
     decorated = oomkit.auto_batch(step)
