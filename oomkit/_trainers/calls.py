@@ -226,7 +226,7 @@ class Call(Placed):
         trainer = self._owner
         function = _function(trainer(), name, _STEPS[name])
         kind = getattr(trainer(), "loss_type", None)
-        if evaluates and self._options["verify"] is None:
+        if evaluates and self._options["verify"] in (None, "warn"):
             if _cancels(trainer(), self._family, self.method, name):
                 options["verify"] = False
         if self._family == "GRPOTrainer" and kind == "bnpo":
