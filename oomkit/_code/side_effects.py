@@ -159,7 +159,7 @@ class _Scan:
                 self.found[path] = TensorMark(value)
         elif id(value) in self.seen:
             return
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, (*_CONTAINERS, tuple)):
             self.seen.add(id(value))
             self.container(path, value, depth)
         elif isinstance(value, torch.nn.Module):
@@ -174,18 +174,21 @@ class _Scan:
 
     def container(self, path: str, value: Any, depth: int) -> None:
         """By the methods of the plain types: a subclass may have its own."""
-        base = next(b for b in _CONTAINERS if isinstance(value, b))
-        self.found[path] = _Length(type(value).__name__, base.__len__(value))
+        base: Any = next(b for b in (*_CONTAINERS, tuple) if isinstance(value, b))
+        if base is not tuple:
+            self.found[path] = _Length(type(value).__name__, base.__len__(value))
         if base is dict:
             keys = list(dict.items(value))[:_ITEMS]
             items = [(_short(k) if type(k) in _PLAIN else "...", v) for k, v in keys]
-        elif base is list:
-            items = [(str(i), v) for i, v in enumerate(list.__getitem__(value, slice(_ITEMS)))]
+        elif base in (list, tuple):
+            items = [(str(i), v) for i, v in enumerate(base.__getitem__(value, slice(_ITEMS)))]
         else:
             return
         for key, inner in items:
             if type(inner) in _PLAIN or isinstance(inner, torch.Tensor):
                 self.value(f"{path}[{key}]", inner, max(depth, 1))
+            elif depth < _DEPTH and not isinstance(inner, torch.nn.Module):
+                self.value(f"{path}[{key}]", inner, depth + 1)
 
     def module(self, path: str, value: torch.nn.Module) -> None:
         """Plain attributes only: parameters and buffers have rules of their own."""

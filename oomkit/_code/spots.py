@@ -5,11 +5,12 @@ Nothing is evaluated: no property, no method of the user's.
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -90,7 +91,7 @@ def is_stream(value: object) -> bool:
     if isinstance(value, (random.Random, torch.Generator)):
         return not isinstance(value, random.SystemRandom)  # which has no state
     return any(
-        k.__module__.startswith("numpy.random") and k.__name__ in ("Generator", "RandomState")
+        str(k.__module__).startswith("numpy.random") and k.__name__ in ("Generator", "RandomState")
         for k in type(value).__mro__
     )
 
@@ -221,26 +222,31 @@ def parts_of(spot: Spot) -> Iterator[Spot]:
 
 def streams_of(function: types.FunctionType, given: list[Any]) -> dict[int, Any]:
     """All random generators that a function's names lead to, by their addresses."""
-    spaces = [
-        function.__globals__[n] for n in names_of(function.__code__) if n in function.__globals__
-    ]
-    cells = [spot.value for _, spot in function_cells(function)]
-    queue = deque((value, 0) for value in [*given, *cells, *spaces])
+    return {id(v): v for v in reachable(function, given, inside) if is_stream(v)}
+
+
+def reachable(
+    function: types.FunctionType, given: list[Any], leads_to: Callable[[Any], list[Any]]
+) -> Iterator[Any]:
+    """What a function's names and arguments lead to, each once, the nearest first.
+
+    Args:
+        leads_to: what lies in one of them; see `inside`.
+    """
+    queue = deque((value, 0) for value in [*given, *inside(function), function])
     seen: dict[int, Any] = {}
-    found: dict[int, Any] = {}
     while queue and len(seen) < _OBJECTS:
         value, depth = queue.popleft()
         if type(value) in PLAIN or id(value) in seen:
             continue
         seen[id(value)] = value  # alive, so that no address is used again
-        if is_stream(value):
-            found[id(value)] = value
-        elif depth < _DEPTH:
-            queue.extend((inner, depth + 1) for inner in _inside(value))
-    return found
+        yield value
+        if depth < _DEPTH and not is_stream(value):
+            queue.extend((inner, depth + 1) for inner in leads_to(value))
 
 
-def _inside(value: Any) -> list[Any]:
+def inside(value: Any) -> list[Any]:
+    """What lies in an object, a container, or the names of a function."""
     if isinstance(value, (torch.Tensor, types.ModuleType, type)) or is_array(value):
         return []
     if isinstance(value, dict):
@@ -249,8 +255,11 @@ def _inside(value: Any) -> list[Any]:
         return list(islice(value, ITEMS))
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.FunctionType):
         names = names_of(value.__code__)
         spaces = [value.__globals__[n] for n in names if n in value.__globals__]
-        return spaces + [spot.value for _, spot in function_cells(value)]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return spaces + [spot.value for _, spot in function_cells(value)] + defaults
     return [inner for _, inner in attributes_of(value)]

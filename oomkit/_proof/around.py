@@ -1,5 +1,5 @@
 """What surrounds a run of a proof: full single precision, host memory for what graphs keep, and
-tensors that it writes to, which are put back.
+what it writes to, which is put back.
 
 Autocast leaves gradients known to some per cent: `alone` leaves it out, for a second look.
 
@@ -19,6 +19,7 @@ import torch
 
 from .._code.module_buffers import is_compiling
 from .kept import Kept
+from .plain_values import PlainValues, Step
 
 __all__ = ["Around"]
 
@@ -59,10 +60,11 @@ class Around:
     `alone`: autocast does nothing.
     """
 
-    __slots__ = ("_cast", "_host", "_hushed", "_kept", "_saved", "alone", "is_full")
+    __slots__ = ("_cast", "_host", "_hushed", "_kept", "_plain", "_saved", "alone", "is_full")
 
-    def __init__(self, params: list[torch.Tensor]) -> None:
+    def __init__(self, params: list[torch.Tensor], step: Step) -> None:
         self._kept = Kept(params)
+        self._plain = PlainValues(step)
         self._host = torch.autograd.graph.save_on_cpu()
         self._cast: list[str] = []  # kinds of devices for which autocast was on
         self.alone = False
@@ -70,6 +72,7 @@ class Around:
         self.is_full = False
 
     def enter(self) -> None:
+        self._plain.note()
         self._kept.begin()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the first way, which the program has not taken
@@ -121,6 +124,7 @@ class Around:
     def put_back(self) -> None:
         """After a run, when it has been looked at."""
         self._kept.put_back()
+        self._plain.put_back()
 
     def on_host(self) -> None:
         """What a graph keeps goes to host memory from now on."""

@@ -23,6 +23,7 @@ from .diagnose import Verification, advice, tolerance
 from .draws import Draws
 from .flows import Flows, hooks
 from .numbers import Numbers
+from .plain_values import Step
 from .quiet import Quiet
 from .residual import Products, left
 from .runs import Copies, Run, Update
@@ -69,8 +70,6 @@ _VALUE = {
     torch.int32: 0.1,
     torch.bool: 0.1,
 }
-# A loss that cancels to nothing (advantages of a group, whose mean is 0) is rounding of its terms.
-_NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 _LOSS = frozenset({"result", "result[0]", "result['loss']", "result.loss"})
 _SQUARED = 1e-6  # what a norm can tell that is the difference of squares, in double
 _LOOSE = 2.5  # how much looser a bound of gradients is than one of losses
@@ -92,6 +91,7 @@ class Proof:
         params: the parameters, in the engine's order.
         entry: their gradients before the step, which accumulates on top of them.
         tried: what an earlier proof has learnt of weights that are not in use.
+        step: what is called, and the arguments of the call.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Proof:
         params: list[torch.Tensor],
         entry: list[torch.Tensor | None],
         tried: Tried | None,
+        step: Step,
     ) -> None:
         self.label = label
         self._roots = _alive(roots)
@@ -110,7 +111,7 @@ class Proof:
         self._is_hidden = False
         self._orders = 0  # order_rows(): rows are put in order
         self.draws = Draws()
-        self.around = Around(params)
+        self.around = Around(params, step)
         self._runs: dict[str, Run] = {}
         self._now = ""
         self._base = "whole"  # the run that others are compared with
@@ -579,7 +580,7 @@ class Proof:
                 continue
             if (
                 place in _LOSS
-                and _is_rounding(one, two)
+                and values.is_rounding(one, two)
                 and any(float(one) in losses for losses in whole.losses)
                 and self._has_gradient()
             ):
@@ -891,10 +892,3 @@ class Proof:
             return True
         weighers = list(candidates(leaves, _C.modules_of(_alive(roots)), tried))
         return decisive(weighers, slices, used, tried, unit) is not None
-
-
-def _is_rounding(one: Any, two: Any) -> bool:
-    """Whether two losses differ by rounding of terms that are not small."""
-    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or one.ndim:
-        return False
-    return two.ndim == 0 and abs(float(one) - float(two)) <= _NOTHING.get(one.dtype, 0.0)

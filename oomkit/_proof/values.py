@@ -19,6 +19,7 @@ __all__ = [
     "far",
     "gap",
     "host",
+    "is_rounding",
     "is_same",
     "kept_leaves",
     "mark",
@@ -33,6 +34,8 @@ __all__ = [
     "without",
 ]
 
+# A loss that cancels to nothing (advantages of a group, whose mean is 0) is rounding of its terms.
+_NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 _SAMPLE = 64  # values of a parameter that tell that it has moved
 _CHUNK = 1 << 16  # elements that a cache holds
 _PIECE = 1 << 20  # of an accelerator, whose memory may be full: 4 MiB in single precision
@@ -239,3 +242,10 @@ def far(one: float, two: float, limit: float) -> bool:
         return False
     scale = max(abs(one), abs(two))
     return not abs(one - two) <= limit * scale
+
+
+def is_rounding(one: Any, two: Any) -> bool:
+    """Whether two losses differ by rounding of terms that are not small."""
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or one.ndim:
+        return False
+    return two.ndim == 0 and abs(float(one) - float(two)) <= _NOTHING.get(one.dtype, 0.0)

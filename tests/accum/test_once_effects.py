@@ -255,6 +255,21 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], None],
     "value in a dict": (lambda: {"n": 1}, lambda o, x: o.update(n=2), "thing['n'] (1 -> 2)"),
     "value in a list": (lambda: [1], lambda o, x: o.__setitem__(0, 2), "thing[0] (1 -> 2)"),
     "slots": (Slotted, lambda o, x: setattr(o, "n", 3), "thing.n (0 -> 3)"),
+    "list in a dict": (
+        lambda: {"loss": []},
+        lambda o, x: o["loss"].append(1),
+        "thing['loss'] (list of 0 -> 1)",
+    ),
+    "objects in a list": (
+        lambda: [Meter(), Meter()],
+        lambda o, x: [meter.update(1.5) for meter in o],
+        "thing[0].total (0.0 -> 1.5); thing[0].count (0 -> 1); thing[1].total (0.0 -> 1.5)",
+    ),
+    "objects in a tuple": (
+        lambda: (Slotted(), Slotted()),
+        lambda o, x: setattr(o[1], "n", 3),
+        "thing[1].n (0 -> 3)",
+    ),
     "tensor rebound": (
         lambda: {"w": torch.zeros(2)},
         lambda o, x: o.update(w=o["w"] + 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,6 +59,14 @@ class Mean:
         self.kept += value
 
 
+class Slotted:
+    __slots__ = ("count",)
+    total = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class World:
     """What is stored to, in forms that programs have."""
 
@@ -70,6 +79,12 @@ class World:
         self.array = np.zeros(4)
         self.timer, self.notes, self.mean = Timer(), Attributes(n=0), Mean()
         self.hidden = 0
+        self.log: list[int] = []
+        self.window: deque[int] = deque(maxlen=2)
+        self.slotted = Slotted()
+        self.counter, self.counted = _counter()
+        Slotted.total = 0
+        defaults.clear()
         self.callbacks = [Callback(), Callback()]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.optimizer.state[self.model.weight]["average"] = torch.zeros(3)
@@ -87,6 +102,8 @@ class World:
             self.notes["n"],
             self.mean.kept,
             self.hidden,
+            *(self.log, list(self.window), defaults, self.counted()),
+            *(self.slotted.count, Slotted.total, vars(self).get("ready")),
         ]
         return [t.tolist() for t in tensors] + [self.array.tolist(), own]
 
@@ -110,6 +127,23 @@ class World:
     def of_one(a: torch.Tensor, b: float) -> None:
         a.mul_(0.5)
         a += b
+
+
+defaults: list[int] = []
+
+
+def _note(value: int, into: list[int] = defaults) -> None:
+    into.append(value)
+
+
+def _counter() -> tuple[Callable[[], None], Callable[[], int]]:
+    n = 0
+
+    def count() -> None:
+        nonlocal n
+        n += 1
+
+    return count, lambda: n
 
 
 @torch.no_grad()
@@ -283,8 +317,47 @@ def another_storage(w: Any) -> None:
         mean.data = mean.data * 0.5 + 1
 
 
-def train(store: Store, fault: inject_oom | None) -> list[Any]:
-    """The state after three calls, of which the second suffers the fault; None: undecorated."""
+@form
+def a_flag_by_vars(w: Any) -> None:
+    if vars(w).get("ready") is None:
+        w.first.fill_(3)
+    w.first.mul_(0.5)
+    vars(w)["ready"] = True
+
+
+@form
+def bound_methods(w: Any) -> None:
+    note, more = w.log.append, w.window.append
+    for each in (note, more):
+        each(1)
+
+
+@form
+def a_default(w: Any) -> None:
+    for each in (_note,):
+        each(2)
+
+
+@form
+def partials(w: Any) -> None:
+    for each in (functools.partial(_note, into=w.log), functools.partial(_note, 3)):
+        each(*() if each.args else (4,))
+
+
+@form
+def a_slot_and_a_class(w: Any) -> None:
+    for name in ("slotted",):
+        vars(w)[name].count += 1
+        type(vars(w)[name]).total += 1
+
+
+@form
+def a_variable_of_an_inner_function(w: Any) -> None:
+    {"": w.counter}[""]()
+
+
+def train(store: Store, fault: inject_oom | None, at: int = 1) -> list[Any]:
+    """The state after three calls, of which one suffers the fault; None: undecorated."""
     w = World()
 
     def step(x: torch.Tensor) -> None:
@@ -298,18 +371,19 @@ def train(store: Store, fault: inject_oom | None) -> list[Any]:
     trains = step if fault is None else oomkit.auto_batch(step)
     for call in range(3):
         x = torch.randn(8, 4)
-        with fault if fault is not None and call == 1 else contextlib.nullcontext():
+        with fault if fault is not None and call == at else contextlib.nullcontext():
             trains(x)
     if fault is not None:
-        assert [r.accumulation_steps > 1 for r in trains.records] == [False, True, True]
+        assert [r.accumulation_steps > 1 for r in trains.records] == [c >= at for c in range(3)]
         assert fault.fired == 1 + (fault._then is not None)
     return w.state()
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_store_after_the_update_is_made_once_in_each_call(name: str) -> None:
-    there = train(FORMS[name], inject_oom(nth=3, phase="backward"))
-    assert there == train(FORMS[name], None)
+    without = train(FORMS[name], None)
+    for at in 1, 0:
+        assert train(FORMS[name], inject_oom(nth=3, phase="backward"), at) == without
 
 
 @pytest.mark.parametrize("second", range(2, 60, 5))
