@@ -299,8 +299,12 @@ def timeless(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def differences(one: Outcome, two: Outcome, limit: float) -> list[str]:
-    """What is another in the second run; with a limit of 0, bit for bit."""
+def differences(one: Outcome, two: Outcome, limit: float, logged: float | None = None) -> list[str]:
+    """What is another in the second run; with a limit of 0, bit for bit.
+
+    Args:
+        logged: the limit of figures in the log; as all others where it is None.
+    """
     if one.error is not None or two.error is not None:
         return [f"ended in {two.error!r}, expected {one.error!r}"]
     found = []
@@ -311,6 +315,7 @@ def differences(one: Outcome, two: Outcome, limit: float) -> list[str]:
             found.append(f"{name}: by {gap / update:.2g} of the largest update")
     loose = 10 * limit
     found += gaps("", one.rest, two.rest, loose)
+    loose = loose if logged is None else logged
     if len(one.log) != len(two.log):
         return [*found, f"{len(two.log)} lines of the log, expected {len(one.log)}"]
     for at, (line, other) in enumerate(zip(one.log, two.log, strict=True)):

@@ -34,11 +34,17 @@ class OwnMean(hf.Trainer):
 
 
 class Weighted(hf.Trainer):
+    by_hand = True
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         weight = torch.tensor([1.0, 2.0, 5.0])
-        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weight)
+        if self.by_hand:
+            each = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
+            loss = (each * weight[labels]).sum() / weight[labels].sum()
+        else:
+            loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weight)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -285,6 +291,21 @@ def test_a_mean_over_weights_that_the_loss_makes_itself_is_refused() -> None:
     said, _, made = run(make, lambda it: protect(it, inexact="warn"), number=1, fault={"nth": 20})
     assert said.error is None and len(records(made)) == 4
     assert any("but not exactly" in line for line in said.said), said.said
+
+
+class WeightedByTorch(Weighted):
+    by_hand = False
+
+
+def test_a_mean_over_class_weights_that_the_loss_makes_itself_is_exact() -> None:
+    """The weights are read from the graph of the loss."""
+
+    def make() -> Any:
+        kind = WeightedByTorch
+        return trainer(lambda: bert("SequenceClassification"), labelled("class"), kind, seed=2)
+
+    seen = sweep(make, "training_step", 1)
+    assert seen["split"], seen
 
 
 @pytest.mark.parametrize("method", ["training_step", "compute_loss"])

@@ -493,7 +493,8 @@ def test_an_error_of_the_users_own_leaves_the_gradients_as_they_were() -> None:
         return inner(*args, **kwargs)
 
     def look(*_: Any) -> None:
-        if len(begun) == 3 and next(calls) == 2:  # in the second half of the third call
+        is_second = (current := oomkit.current()) is not None and current.index == 1
+        if len(begun) == 3 and is_second and next(calls) == 1:
             raise ValueError("mine")
 
     made.training_step = training_step
