@@ -144,25 +144,25 @@ def _notes(value: Any) -> Iterator[Callable[[], None]]:
     """What puts it back as it is now."""
     if isinstance(value, _CONTAINERS) and len(value) <= _LONG:
         yield from _of_container(value)
-    read, put = _own, _put_attribute
+    if isinstance(value, type):
+        yield _Place(partial(_of_class, value), partial(_put_in_class, value)).put_back
+        return
     if isinstance(value, types.FunctionType):
         if _is_foreign_function(value):
             return
         yield _Place(partial(_variables, value), partial(_put_variable, value)).put_back
-    elif isinstance(value, type):
-        read, put = _of_class, _put_in_class
     elif not _is_of_program(type(value)) or isinstance(value, (UserDict, UserList)):
         return
-    yield _Place(partial(read, value), partial(put, value)).put_back
+    yield _Place(partial(_own, value), partial(_put_attribute, value)).put_back
 
 
 def _of_container(value: Any) -> Iterator[Callable[[], None]]:
     """By the methods of the plain types: a subclass may have its own."""
     if isinstance(value, dict):
-        base = OrderedDict if isinstance(value, OrderedDict) else dict
-        yield _Place(partial(dict.copy, value), partial(_put_item, base, value)).put_back
+        of = OrderedDict if isinstance(value, OrderedDict) else dict
+        yield _Place(partial(dict.copy, value), partial(_put_item, of, value)).put_back
     elif not isinstance(value, deque) or value.maxlen is not None:  # another thread's, maybe
-        base = next(b for b in (list, set, deque) if isinstance(value, b))
+        base: Any = next(b for b in (list, set, deque) if isinstance(value, b))
         yield partial(_refill, base, value, [*map(_held, base.__iter__(value))])
 
 
