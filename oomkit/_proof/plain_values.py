@@ -38,6 +38,8 @@ _NAMES = (types.SimpleNamespace, Namespace)
 _CONTAINERS = (dict, list, set, deque)
 _PASSED = (types.MethodType, partial, tuple)  # which hold nothing that changes
 _LIBRARIES = frozenset({"transformers", "lightning", "pytorch_lightning", "peft", "diffusers"})
+# Locks, events, queues and threads: what has one may change while the step runs.
+_THREADS = frozenset({"_thread", "threading", "queue", "_queue", "multiprocessing", "concurrent"})
 _ABSENT = object()
 
 
@@ -116,6 +118,14 @@ def _is_of_program(kind: type) -> bool:
     return kind in _NAMES or (made_in_python and not _is_foreign(kind) and top not in _LIBRARIES)
 
 
+def _is_looked_at(value: Any) -> bool:
+    """Whether it is an object of the program, and none that threads share."""
+    if not _is_of_program(type(value)) or isinstance(value, (UserDict, UserList)):
+        return False
+    kinds = (str(type(v).__module__).partition(".")[0] for _, v in _attributes(value))
+    return not any(kind in _THREADS for kind in kinds)
+
+
 def _leads_to(value: Any) -> list[Any]:
     """What lies in it, as far as objects of the program may come after it."""
     kind = type(value)
@@ -123,12 +133,13 @@ def _leads_to(value: Any) -> list[Any]:
         return []
     if isinstance(value, torch.nn.Module):
         parts = own_of(value).get("_modules", {})
-        return [*parts.values(), *(v for _, v in _attributes(value, _MODULE_OWN))]
+        inner = [v for _, v in _attributes(value, _MODULE_OWN)]
+        return [*parts.values(), *inner, *_of_classes(kind)]
     if isinstance(value, types.FunctionType):
         return [] if _is_foreign_function(value) else inside(value)
     if kind.__module__ == "oomkit._C":
         return [inner] if (inner := _undecorated(value)) is not value else []
-    if isinstance(value, (*_CONTAINERS, *_PASSED)) or _is_of_program(kind):
+    if isinstance(value, (*_CONTAINERS, *_PASSED)) or _is_looked_at(value):
         return [*inside(value), *_of_classes(kind)]
     return []
 
@@ -151,7 +162,7 @@ def _notes(value: Any) -> Iterator[Callable[[], None]]:
         if _is_foreign_function(value):
             return
         yield _Place(partial(_variables, value), partial(_put_variable, value)).put_back
-    elif not _is_of_program(type(value)) or isinstance(value, (UserDict, UserList)):
+    elif not _is_looked_at(value):
         return
     yield _Place(partial(_own, value), partial(_put_attribute, value)).put_back
 

@@ -57,7 +57,7 @@ STRIDES = {
     "searching": 1429,
     "reserving": 1429,
 }
-STRIDE = 6481
+STRIDE = 12983
 
 
 def test_no_fault_is_a_crash_or_changes_a_result() -> None:

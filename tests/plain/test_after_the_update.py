@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -391,3 +392,33 @@ def test_so_it_is_where_a_run_of_the_proof_fails(second: int) -> None:
     store = what_a_property_returns
     fault = inject_oom(nth=3, phase="backward", then=inject_oom(nth=second, phase="backward"))
     assert train(store, fault) == train(store, None)
+
+
+class Shared:
+    """With a lock: a thread may set its flag."""
+
+    def __init__(self) -> None:
+        self.lock, self.ready, self.seen = threading.Lock(), False, 0
+
+
+class Both:
+    def __init__(self) -> None:
+        self.shared, self.own = Shared(), Slotted()
+
+
+def test_what_threads_share_is_not_put_back_by_a_run_of_a_proof() -> None:
+    w, both = World(), Both()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        w.optimizer.zero_grad()
+        w.model(x).square().mean().backward()
+        w.optimizer.step()
+        if oomkit.current().is_last:  # type: ignore[union-attr]
+            vars(vars(both)["shared"])["ready"] = True
+            vars(vars(both)["shared"])["seen"] += 1
+            vars(both)["own"].count += 1
+
+    step(torch.randn(8, 4))
+    assert both.own.count == 1
+    assert both.shared.ready and both.shared.seen > 1
