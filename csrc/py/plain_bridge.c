@@ -412,7 +412,7 @@ plain_modes_get(oomkit_thread_modes *modes)
 {
     OWNED PyObject *on = PyObject_CallNoArgs(kept.is_grad_enabled);
 
-    *modes = (oomkit_thread_modes){.autocast = 0, .grad = on == Py_True};
+    *modes = (oomkit_thread_modes){.grad = on == Py_True, .dispatch = -1};
     return on == NULL ? OOMKIT_EFAILED : OOMKIT_OK;
 }
 

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 9u
+#define OOMKIT_BRIDGE_VERSION 10u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -59,6 +59,7 @@ typedef struct oomkit_tensor_facts {
 typedef struct oomkit_thread_modes {
     uint64_t autocast; /* the dispatch keys of the autocasts that are off */
     int32_t grad;      /* are gradients recorded? */
+    int32_t dispatch;  /* how many dispatch modes are active; -1: not known */
 } oomkit_thread_modes;
 
 /* Where the values of a plain strided tensor lie. Addresses are only compared. */
@@ -167,6 +168,8 @@ typedef struct oomkit_bridge {
      * sees what this thread does. */
     void (*unseen_enter)(oomkit_thread_keys *keys);
     void (*unseen_leave)(const oomkit_thread_keys *keys);
+    /* Setting takes out dispatch modes that have come since: a mode that lacked memory
+     * to end stays active. */
     int (*modes_get)(oomkit_thread_modes *modes);
     int (*modes_set)(const oomkit_thread_modes *modes);
 

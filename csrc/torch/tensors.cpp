@@ -12,6 +12,7 @@
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/intrusive_ptr.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <cstring>
 
@@ -320,6 +321,8 @@ modes_get(oomkit_thread_modes *modes) noexcept
     const c10::DispatchKeySet off = c10::impl::tls_local_dispatch_key_set().excluded_;
     modes->autocast = (off & c10::autocast_dispatch_keyset).raw_repr();
     modes->grad = c10::GradMode::is_enabled() ? 1 : 0;
+    modes->dispatch =
+        static_cast<int32_t>(c10::impl::TorchDispatchModeTLS::stack_len());
     return OOMKIT_OK;
 }
 
@@ -331,6 +334,10 @@ modes_set(const oomkit_thread_modes *modes) noexcept
                      c10::DispatchKeySet(c10::DispatchKeySet::RAW, modes->autocast);
     c10::impl::_force_tls_local_dispatch_key_set(keys);
     c10::GradMode::set_enabled(modes->grad != 0);
+    while (modes->dispatch >= 0 &&
+           c10::impl::TorchDispatchModeTLS::stack_len() > modes->dispatch) {
+        (void)c10::impl::TorchDispatchModeTLS::pop_stack();
+    }
     return OOMKIT_OK;
 }
 

@@ -78,13 +78,13 @@ class Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return  # a mode of the step's own, which ends by taking out the uppermost one
         gradients = [p.grad for p in self._params if p.grad is not None]
         self._left_out = {t.untyped_storage()._cdata for t in _tensors([*self._params, *gradients])}
-        self._entered = True
         self.__enter__()  # type: ignore[no-untyped-call]
+        self._entered = True
 
     def end(self) -> None:
         """The run ends: what was written to stays until `put_back`."""
-        if self._entered:
-            self._entered = False
+        entered, self._entered = self._entered, False
+        if entered and _len_torch_dispatch_stack() > self._below:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def put_back(self) -> None:

@@ -26,6 +26,7 @@ from helpers.bridge_table import (
     pointer,
     size_t,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oomkit
 
@@ -86,7 +87,7 @@ def parameter():
 def test_the_table_is_that_of_the_running_torch():
     assert bridge.torch_version == ".".join(torch.__version__.split(".")[:2])
     assert f"{api.torch_major}.{api.torch_minor}" == bridge.torch_version
-    assert api.version == 9
+    assert api.version == 10
     assert api.size == ctypes.sizeof(Table)
 
 
@@ -173,6 +174,20 @@ def test_modes_of_the_thread_come_back(grad, autocast):
             assert product.requires_grad is grad
             assert (product.dtype is torch.bfloat16) is autocast
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def test_dispatch_modes_that_have_come_since_are_taken_out():
+    """A mode that lacked memory to end would see all that the process does from then on."""
+    modes = Modes()
+    with TorchDispatchMode():
+        api.modes_get(modes)
+        api.modes_set(modes)
+        assert modes.dispatch == 1 == torch._C._len_torch_dispatch_stack()
+        for _ in range(2):
+            torch._C._push_on_torch_dispatch_stack(TorchDispatchMode())
+        api.modes_set(modes)
+        assert torch._C._len_torch_dispatch_stack() == 1
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_marks_do_not_keep_the_bytes_of_a_gradient():

@@ -55,7 +55,11 @@ class Keys(ctypes.Structure):
 
 
 class Modes(ctypes.Structure):
-    _fields_ = [("autocast", ctypes.c_uint64), ("grad", ctypes.c_int32)]
+    _fields_ = [
+        ("autocast", ctypes.c_uint64),
+        ("grad", ctypes.c_int32),
+        ("dispatch", ctypes.c_int32),
+    ]
 
 
 DeviceStats = ctypes.c_uint64 * 8
