@@ -135,6 +135,36 @@ class Machine(Place):
                     todo.append(at)
         return seen
 
+    def ran_after(self, failed: int, block: int) -> set[int]:
+        """Which instructions may have run since, in handlers that let the error pass.
+
+        `block` ends it.
+        """
+        ways: dict[int, set[int]] = {}
+        ends: set[int] = set()
+        todo = [target for target, _, _ in self.code.handlers_of(failed)]
+        while todo:
+            at = todo.pop()
+            if at in ways:
+                continue
+            i = self.code.instructions[at]
+            ways[at] = {to for to, _ in self.code.goes_on(at)}
+            if i.opname == "RERAISE" or (i.opname == "RAISE_VARARGS" and not i.arg):
+                ends.add(at)
+                ways[at] = {target for target, _, _ in self.code.handlers_of(at)}
+            elif at == block:
+                ends.add(at)
+                ways[at] = set()
+            elif i.opname == "WITH_EXCEPT_START":
+                ways[at] = {at + 1}
+            todo.extend(ways[at])
+        seen: set[int] = set()
+        found = ends
+        while found:
+            seen |= found
+            found = {at for at, to in ways.items() if to & found} - seen
+        return seen
+
     # --- one instruction ---
 
     def _next(self, at: int, state: State, jumps: bool) -> State:
@@ -256,10 +286,19 @@ class Machine(Place):
         value = stack.pop()
         self.read(value)
         count = dis.stack_effect(i.opcode, i.arg) + 1
+        held = value_of(value.path)
+        if value.kind is Kind.OUTER and type(held) in (list, tuple):
+            stack.extend(inside(value, "item", n) for n in reversed(range(count)))
+            return
         one = PART if value == PART else item(value, self.walk.mixed)
         stack.extend([one] * count)
 
-    _op_unpack_ex = _op_unpack_sequence
+    def _op_unpack_ex(self, i: Any, stack: list[Value], env: Any, jumps: bool) -> None:
+        value = stack.pop()
+        self.read(value)
+        count = dis.stack_effect(i.opcode, i.arg) + 1
+        one = PART if value == PART else item(value, self.walk.mixed)
+        stack.extend([one] * count)
 
     def _op_before_with(self, i: Any, stack: list[Value], env: Any, jumps: bool) -> None:
         self.read(stack.pop())

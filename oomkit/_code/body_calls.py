@@ -161,6 +161,9 @@ class _Call:
         named = named or ()
         first = len(given) - len(named)
         self.by_name = dict(zip(named, given[first:], strict=True)) if named else {}
+        inputs = _inputs_of_ufunc(callee)
+        if inputs is not None and first > inputs:
+            self.by_name["out"] = given[inputs]  # np.add(one, other, out)
 
     # --- what is noted ---
 
@@ -354,6 +357,15 @@ class _Call:
         elif self.is_dropped:
             self.changes(text)
         return UNKNOWN
+
+
+def _inputs_of_ufunc(callee: Value) -> int | None:
+    """How many arguments of an element-wise function of numpy's are not what it writes to."""
+    held = value_of(callee.path)
+    if callee.kind is Kind.BOUND:
+        owner = value_of(callee.extra[0].path)
+        held = attribute(owner, callee.extra[1]) if isinstance(owner, types.ModuleType) else None
+    return int(held.nin) if type(held).__name__ == "ufunc" else None
 
 
 def _home(held: Any) -> str:

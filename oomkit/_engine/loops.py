@@ -85,19 +85,17 @@ _ADVICE = (
 
 def _conflicts(walk: Walk, store: Store) -> bool:
     """Has the body read what it replaced?"""
+    if not store.where:
+        return any(path[0] == store.key for path in walk.reads)
     held = value_of(store.where)
     for path in walk.reads:
-        if not store.where:
-            if path[0] == store.key:
-                return True
-            continue
-        size = len(store.where)
-        if path[:size] == store.where:
-            key = path[size][1] if len(path) > size else ANY
+        for size in range(1, len(path) + 1):
+            owner = path[:size]
+            if owner != store.where and (held is MISSING or not _share(value_of(owner), held)):
+                continue
+            key = path[size][1] if size < len(path) and value_of(owner) is held else ANY
             if ANY in (key, store.key[1]) or key == store.key[1]:
                 return True
-        if held is not MISSING and _share(value_of(path), held):
-            return True
     return False
 
 
@@ -109,9 +107,11 @@ def _share(one: Any, other: Any) -> bool:
 
 
 def _walked(
-    code: Code, names: Names, loop: int, failed: int, kept: tuple[Any, ...]
-) -> tuple[Walk, set[int]]:
-    """All that the body from its FOR_ITER at `loop` changes, and what ran before `failed`."""
+    code: Code, names: Names, loop: int, failed: int, block: int, kept: tuple[Any, ...]
+) -> tuple[Walk, set[int], set[int]]:
+    """All that the body from its FOR_ITER at `loop` changes; what ran before `failed`, and what
+    since then until `block` was left.
+    """
     for mixed in (False, True):
         walk = Walk(kept, mixed)
         machine = Machine(walk, code, names)
@@ -119,22 +119,26 @@ def _walked(
         machine.run(loop + 1, [*stack, PART], {}, loop)
         if walk.mixed == mixed:
             break
-    return walk, machine.ran_before(failed, loop)
+    return walk, machine.ran_before(failed, loop), machine.ran_after(failed, block)
 
 
-def body_done(code: CodeType, names: Names, loop: int, failed: int, kept: tuple[Any, ...]) -> str:
+def body_done(
+    code: CodeType, names: Names, loop: int, failed: int, block: int, kept: tuple[Any, ...]
+) -> str:
     """What the body may have done that must not be done twice, and in which line; or ""."""
     read = Code(code)
     # a call of a Python function leaves the caller at the call's inline caches
     at = max(n for offset, n in read.places.items() if offset <= failed)
     try:
-        walk, before = _walked(read, names, read.places[loop], at, kept)
+        places = read.places
+        walk, before, since = _walked(read, names, places[loop], at, places[block], kept)
     except MemoryError:
         raise
     except Exception:  # the error of the program must not be replaced
         return f"line {read.lines[at]} is in a body that oomkit cannot read"
     if not before and at != read.places[loop] + 1:
         return f"what ran before line {read.lines[at]} is not known"
+    before |= since
     ran = [f for f in walk.found if _has_run(f, at, before)]
     done = [(f.line or 0, f"{f.what} in line {f.line} may have run") for f in ran]
     done += [
@@ -182,15 +186,15 @@ def loop_judge(
             "all of them to one chunks()"
         )
     held = [one() if isinstance(one, weakref.ref) else one for one in kept]
-    done = _done(frame, loop, traceback.tb_lasti, (*held, parts))
+    done = _done(frame, loop, traceback.tb_lasti, instruction, (*held, parts))
     return f"{done}, and would once more for these rows: {_ADVICE}" if done else loop
 
 
-def _done(frame: FrameType, loop: int, last: int, held: tuple[Any, ...]) -> str | None:
+def _done(frame: FrameType, loop: int, last: int, block: int, held: tuple[Any, ...]) -> str | None:
     own, code = frame.f_locals, frame.f_code
     try:
         names = Names(own, frame.f_globals, frame.f_builtins)
-        return body_done(code, names, loop, last, held)
+        return body_done(code, names, loop, last, block, held)
     finally:
         if code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
             own.clear()  # a copy, which would keep the locals' tensors

@@ -77,6 +77,8 @@ def run(x, fails, label):
     extend, put = l.extend, functools.partial(l.append)
     model = nn.Linear(1, 1)
     names = iter(range(100))
+    mine, other, view, listed = out, meter, rows_of[:], [0]
+    both = (listed,)
     parts = oomkit.chunks(x, label=label)
     for i, part in enumerate(parts):
         with oomkit.guard():
@@ -148,6 +150,18 @@ TWICE = {
     "an item of a new list": "mine = [l]\nmine[0].append(part)\nfails()",
     "an item of a filled list": "mine = []\nmine.append(l)\nmine[0].append(part)\nfails()",
     "a walrus": "[total := total + 1 for _ in part]\nfails()",
+    "a finally": "try:\n    fails()\nfinally:\n    total += len(part)",
+    "a finally around a with": "try:\n    with torch.no_grad():\n        fails()\n"
+    "finally:\n    l.append(part)",
+    "an error handler that passes the error on": "try:\n    fails()\n"
+    "except RuntimeError as error:\n    meter.rows += 1\n    raise",
+    "an error handler that raises the error": "try:\n    fails()\n"
+    "except RuntimeError as error:\n    meter.rows += 1\n    raise error",
+    "a dictionary by another name": "out['n'] = out.get('n', 0)\nmine['n'] = out['n'] + 1\nfails()",
+    "an attribute by another name": "other.rows = meter.rows + len(part)\nfails()",
+    "a list in a tuple": "(one,) = both\none[0] = listed[0] + 1\nfails()",
+    "a tensor by a view": "rows_of[part.long()] = view[part.long()] + 1\nfails()",
+    "np.add with a third argument": "new = np.add(hist, len(part), hist)\nfails()",
     "an operator's function": "import operator\noperator.iadd(l, part.tolist())\nfails()",
 }
 
@@ -194,6 +208,10 @@ ONCE = {
     "module in evaluation": "model.eval()\nmodel.requires_grad_(False)\nfails()",
     "numpy": "y = part.numpy().copy()\ny[0] = 1\nz = np.concatenate([y, y]).sum()\nfails()",
     "try and except": "try:\n    y = int('x')\nexcept ValueError:\n    y = 1\nfails()",
+    "a finally": "try:\n    y = scaled(part)\n    fails()\nfinally:\n    y = None",
+    "a handler of another error": "try:\n    fails()\nexcept ValueError:\n    total += 1",
+    "np.add with a third argument": "new = np.add(part.sum().numpy(), 1, hist)\nfails()",
+    "another key by another name": "mine['b'] = out['a']\nfails()",
     "a lambda": "take = lambda rows: rows * 2\ny = take(part)\nfails()\nl.append(y)",
     "a list that a loop fills": "y = []\nfor row in part:\n    y.append([row, l])\n"
     "    y.append(row)\nfails()",
