@@ -864,7 +864,7 @@ class Proof:
         for key, gap in undecided(weighers, passed, used, self.tried).items():
             self.tried[key] = math.inf if gap >= _SURE * self._limit and not self.noise else gap
         before = [(start, length)] if first > 0 else []
-        where = decisive(weighers, slices, used, self.tried, unit, before)
+        where = decisive(weighers, slices, used, self.tried, unit, before, first > 0)
         if where is None:
             settled(leaves, self.tried)
         return where

@@ -27,13 +27,14 @@ from .._code.side_effects import (
     _undecorated,
     _unwrap,
 )
-from .._code.spots import OWN_RULES, inside, own_of, reachable
+from .._code.spots import OWN_RULES, inside, is_array, own_of, reachable
 
 __all__ = ["PlainValues", "Step"]
 
 Step = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 _LONG = 1024  # items of a container that is not looked at
+_SMALL = 1 << 20  # bytes of an array that is
 _NAMES = (types.SimpleNamespace, Namespace)
 _CONTAINERS = (dict, list, set, deque)
 _PASSED = (types.MethodType, partial, tuple)  # which hold nothing that changes
@@ -155,6 +156,10 @@ def _notes(value: Any) -> Iterator[Callable[[], None]]:
     """What puts it back as it is now."""
     if isinstance(value, _CONTAINERS) and len(value) <= _LONG:
         yield from _of_container(value)
+    if is_array(value) and value.nbytes <= _SMALL and value.flags.writeable:
+        if not value.dtype.hasobject:
+            yield partial(_refill_array, value, value.copy())
+        return
     if isinstance(value, type):
         yield _Place(partial(_of_class, value), partial(_put_in_class, value)).put_back
         return
@@ -184,6 +189,11 @@ def _refill(base: Any, value: Any, was: list[Any]) -> None:
         base.clear(value)
         fill = base.update if base is set else base.extend
         fill(value, [a for a, b in zip(old, was, strict=True) if a is not None or b is None])
+
+
+def _refill_array(array: Any, was: Any) -> None:
+    if array.tobytes() != was.tobytes():
+        array[...] = was
 
 
 def _put_item(base: Any, owner: Any, name: Any, value: Any) -> None:

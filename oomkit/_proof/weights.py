@@ -558,6 +558,7 @@ def decisive(
     tried: Tried,
     unit: tuple[int, int],
     before: Sequence[tuple[int, int]] = (),
+    everywhere: bool = False,
 ) -> tuple[int, int, int] | None:
     """Where weights that make a difference to these slices can be told from those in use.
 
@@ -566,13 +567,14 @@ def decisive(
         slices: start and length of the micro-batches.
         unit: see `cuts`.
         before: what to cut besides the micro-batches.
+        everywhere: also weights that make none here: to slices of other rows they may.
 
     Returns:
         Start, length and first part of the cut that tells best, or None where there is nothing
         to tell, or no cut tells it.
     """
     open_ = undecided(weighers, slices, rule, tried)
-    there = [each for each in weighers if each.key in open_]
+    there = [each for each in weighers if everywhere or each.key in open_]
     best, where = (False, 0.0), None
     for places in (cuts([*before, *slices], unit), pairs(slices)) if there else ():
         for at, rows, part in () if best[0] else places:

@@ -147,6 +147,39 @@ def test_rows_of_which_a_half_has_nothing_that_counts(parts: int) -> None:
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_micro_batches_of_which_each_has_as_much_that_counts(masked: bool) -> None:
+    """Such weights make no difference to them. They do where rows are dealt in another way, which
+    was taken for rows that are coupled."""
+
+    def train(decorate: Callable[[Any], Any], error: Any) -> list[torch.Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Linear(WIDTH, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            if masked:
+                each = F.cross_entropy(model(x), y, reduction="none")
+                loss = (each * mask).sum() / mask.sum()
+            else:
+                loss = F.cross_entropy(model(x), y.where(mask, -1), ignore_index=-1)
+            loss.backward()
+            optimizer.step()
+
+        decorated = decorate(step)
+        for every in (2, 3, 4):
+            x, y = torch.randn(ROWS, WIDTH).double(), torch.randint(0, 3, (ROWS,))
+            with error if every == 2 else nullcontext():
+                decorated(x, y, torch.arange(ROWS) % every > 0)
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = train(lambda step: step, nullcontext())
+    split = train(oomkit.auto_batch, inject_oom(nth=2, phase="backward"))
+    for one, two in zip(plain, split, strict=True):
+        torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+
+
 def test_rows_that_are_equal_inside_each_micro_batch() -> None:
     """No cut of a micro-batch tells then: two of them do."""
 

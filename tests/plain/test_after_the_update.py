@@ -346,6 +346,11 @@ def partials(w: Any) -> None:
 
 
 @form
+def an_array_by_a_third_argument(w: Any) -> None:
+    np.add(w.array, 1, w.array)
+
+
+@form
 def a_slot_and_a_class(w: Any) -> None:
     for name in ("slotted",):
         vars(w)[name].count += 1
