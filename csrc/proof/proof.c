@@ -96,7 +96,7 @@ proof_differs(oomkit_proof *p, PyObject *text)
         rules = oomkit_search_rules(p);
     }
     found = rules == NULL                      ? -1
-            : oomkit_weights_are_free(p->call) ? oomkit_search_try(p, rules)
+            : oomkit_weights_are_free(p->call) ? oomkit_search_try(p, rules, &text)
                                                : 0;
 
     if (found == 0) {

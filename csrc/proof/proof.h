@@ -100,9 +100,10 @@ PyObject *
 oomkit_search_rules(oomkit_proof *p);
 
 /* Which of these weights make the parts the whole: p->rule. Those that do not are taken
- * from the list. 1, 0 or -1. */
+ * from the list; *text (owned) is then what differs with the likeliest, with which
+ * gradients do not. 1, 0 or -1. */
 int
-oomkit_search_try(oomkit_proof *p, PyObject *rules);
+oomkit_search_try(oomkit_proof *p, PyObject *rules, PyObject **text);
 
 /* A line that says which. 0 or -1. */
 int

@@ -138,9 +138,10 @@ oomkit_proof_there(oomkit_proof *p, PyObject **text)
 
 #define UNTOLD 2 /* it holds for this cut, and no other place tells it from rows */
 
-/* Does this rule hold, for this cut and at another place? 1, 0, UNTOLD or -1. */
+/* Does this rule hold, for this cut and at another place? 1, 0, UNTOLD or -1. *closer
+ * (owned, or NULL) becomes what differs with the first one. */
 static int
-search_holds(oomkit_proof *p)
+search_holds(oomkit_proof *p, PyObject **closer)
 {
     const oomkit_slice found = {p->start, p->length};
     const int64_t first = p->first;
@@ -156,6 +157,9 @@ search_holds(oomkit_proof *p)
         return -1;
     }
     holds = text == NULL ? UNTOLD : 0;
+    if (text != NULL && *closer == NULL) {
+        *closer = Py_NewRef(text);
+    }
     place = text == NULL ? oomkit_search_ask(p, "confirm") : 0;
     if (place > 0) {
         if (oomkit_proof_there(p, &text) < 0) {
@@ -173,14 +177,15 @@ search_holds(oomkit_proof *p)
 }
 
 int
-oomkit_search_try(oomkit_proof *p, PyObject *rules)
+oomkit_search_try(oomkit_proof *p, PyObject *rules, PyObject **text)
 {
+    OWNED PyObject *closer = NULL;
     Py_ssize_t i = 0;
     int found = 0;
 
     while (found == 0 && i < PyList_GET_SIZE(rules)) {
         Py_XSETREF(p->rule, Py_NewRef(PyList_GET_ITEM(rules, i)));
-        found = search_holds(p);
+        found = search_holds(p, &closer);
         if (found == UNTOLD) {
             found = 0;
             i++;
@@ -190,6 +195,9 @@ oomkit_search_try(oomkit_proof *p, PyObject *rules)
     }
     if (found == 0) {
         Py_CLEAR(p->rule);
+    }
+    if (closer != NULL) {
+        Py_SETREF(*text, STEAL(closer));
     }
     return found;
 }

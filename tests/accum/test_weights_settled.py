@@ -180,6 +180,24 @@ def test_micro_batches_of_which_each_has_as_much_that_counts(masked: bool) -> No
         torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
 
 
+def test_a_result_that_cannot_be_joined_is_named_and_not_the_gradients() -> None:
+    """They fit, weighted by what counts."""
+    torch.manual_seed(SEED)
+    model = nn.Linear(WIDTH, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, mask: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = (model(x).square().squeeze(-1) * mask).sum() / mask.sum()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach().exp())
+
+    with pytest.raises(oomkit.SplitError, match="exactly: result of the joined parts is"):
+        step(torch.randn(ROWS, WIDTH).double(), torch.arange(ROWS) % 7 > 1)
+
+
 def test_rows_that_are_equal_inside_each_micro_batch() -> None:
     """No cut of a micro-batch tells then: two of them do."""
 
