@@ -365,7 +365,7 @@ def _inputs_of_ufunc(callee: Value) -> int | None:
     if callee.kind is Kind.BOUND:
         owner = value_of(callee.extra[0].path)
         held = attribute(owner, callee.extra[1]) if isinstance(owner, types.ModuleType) else None
-    return int(held.nin) if type(held).__name__ == "ufunc" else None
+    return int(held.nargs - held.nout) if type(held).__name__ == "ufunc" else None
 
 
 def _home(held: Any) -> str:
