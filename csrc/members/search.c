@@ -312,6 +312,18 @@ search_closure(oomkit_search *s, PyObject *closure, PyObject *names, int depth)
     return 0;
 }
 
+/* What calls an object of a class of the program's: `__call__`. 0 or -1. */
+static int
+search_call(oomkit_search *s, PyObject *object, int depth)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    OWNED PyObject *call = PyObject_TypeCheck(object, (PyTypeObject *)s->st->Module)
+                               ? NULL
+                               : Py_XNewRef(_PyType_Lookup(type, s->st->str_call));
+
+    return call != NULL && PyFunction_Check(call) ? search_function(s, call, depth) : 0;
+}
+
 /* A Python function, a method (its object too), a partial, or any callable object. */
 static int
 search_function(oomkit_search *s, PyObject *func, int depth)
@@ -339,7 +351,7 @@ search_function(oomkit_search *s, PyObject *func, int depth)
         }
         result = oomkit_has_attribute(func, s->st->str_func);
         if (result <= 0) {
-            return result;
+            return result < 0 ? -1 : search_call(s, func, depth);
         }
         inner = PyObject_GetAttr(func, s->st->str_func);
         return inner == NULL ? -1 : search_function(s, inner, depth);

@@ -126,7 +126,18 @@ def _objects_in_a_list(made: Made) -> Callable[..., Any]:
     return lambda x: updaters[0].run(x)
 
 
+def _closure_of_what_calls_an_object(made: Made) -> Callable[..., Any]:
+    model, optimizer = made
+
+    class Step:
+        def __call__(self, x: Any) -> None:
+            _update(model, optimizer, x)
+
+    return Step()
+
+
 WAYS = [
+    _closure_of_what_calls_an_object,
     _default,
     _keyword_default,
     _default_of_a_helper,
