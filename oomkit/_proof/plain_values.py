@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .._code.plain_state import _LIBRARIES
 from .._code.side_effects import (
     _MODULE_OWN,
     _attributes,
@@ -38,7 +39,6 @@ _SMALL = 1 << 20  # bytes of an array that is
 _NAMES = (types.SimpleNamespace, Namespace)
 _CONTAINERS = (dict, list, set, deque)
 _PASSED = (types.MethodType, partial, tuple)  # which hold nothing that changes
-_LIBRARIES = frozenset({"transformers", "lightning", "pytorch_lightning", "peft", "diffusers"})
 # Locks, events, queues and threads: what has one may change while the step runs.
 _THREADS = frozenset({"_thread", "threading", "queue", "_queue", "multiprocessing", "concurrent"})
 _ABSENT = object()
