@@ -103,3 +103,21 @@ oomkit_node_path(const oomkit_batch *batch, PyObject *names, Py_ssize_t index)
     }
     return text;
 }
+
+Py_ssize_t
+oomkit_node_with_graph(oomkit_state *st, const oomkit_batch *batch)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < batch->count; i++) {
+        OWNED PyObject *node = NULL;
+        if (batch->nodes[i].kind != OOMKIT_NODE_TENSOR) {
+            continue;
+        }
+        node = PyObject_GetAttr(batch->nodes[i].object, st->str_grad_fn);
+        if (node != Py_None) {
+            return node == NULL ? -1 : i;
+        }
+    }
+    return batch->count;
+}

@@ -64,6 +64,11 @@ oomkit_argument_name(const oomkit_batch *batch, PyObject *names, Py_ssize_t argu
 PyObject *
 oomkit_node_path(const oomkit_batch *batch, PyObject *names, Py_ssize_t index);
 
+/* The first tensor that has a graph behind it; `batch->count` where none has, -1 with an
+ * exception. */
+Py_ssize_t
+oomkit_node_with_graph(oomkit_state *st, const oomkit_batch *batch);
+
 /* --- numpy_arrays.c --- */
 
 /* Rows, hash of the other sizes and of values of an array. 0 or -1. */

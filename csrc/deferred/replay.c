@@ -31,30 +31,12 @@ typedef struct replay_now {
 
 /* --- preparing --- */
 
-/* Has a tensor of the batch a graph behind it? 1, 0 or -1. */
-static int
-prepare_graphs(oomkit_call *call)
-{
-    Py_ssize_t i;
-    int result = 0;
-
-    for (i = 0; i < call->batch.count && result == 0; i++) {
-        OWNED PyObject *node = NULL;
-        if (call->batch.nodes[i].kind != OOMKIT_NODE_TENSOR) {
-            continue;
-        }
-        node = PyObject_GetAttr(call->batch.nodes[i].object, call->st->str_grad_fn);
-        result = node == NULL ? -1 : node != Py_None;
-    }
-    return result;
-}
-
 /* Why not, as static text: see oomkit_replay_prepare. */
 static int
 prepare_check(oomkit_call *call, const oomkit_deferred *p, const char **why)
 {
-    Py_ssize_t which;
-    int moved = prepare_graphs(call);
+    Py_ssize_t which = oomkit_node_with_graph(call->st, &call->batch);
+    int moved = which < 0 ? -1 : which < call->batch.count;
 
     if (moved != 0) {
         *why =

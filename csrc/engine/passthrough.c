@@ -108,10 +108,35 @@ pass_note_tensors(oomkit_call *call, PyObject *exception, int beside)
                   tensors));
 }
 
+/* "Trying to backward through the graph a second time", maybe: torch frees a graph with
+ * the first backward through it. 0 or -1. */
+static int
+pass_note_graph(oomkit_call *call, PyObject *exception)
+{
+    Py_ssize_t at = oomkit_node_with_graph(call->st, &call->batch);
+    OWNED PyObject *path = NULL;
+
+    if (at < 0 || at == call->batch.count) {
+        return at < 0 ? -1 : 0;
+    }
+    path = oomkit_node_path(&call->batch, call->step->names, at);
+    return path == NULL
+               ? -1
+               : pass_add_note(
+                     exception,
+                     PyUnicode_FromFormat(
+                         "oomkit: %U was computed with gradients before the call, and "
+                         "each micro-batch runs backward through its graph again: "
+                         "compute it inside the decorated step, or detach() it" SEE(
+                             "argument-not-split"),
+                         path));
+}
+
 void
 oomkit_pass_tensors(oomkit_call *call, PyObject *exception)
 {
-    if (pass_note_tensors(call, exception, 0) < 0 ||
+    if (pass_note_graph(call, exception) < 0 ||
+        pass_note_tensors(call, exception, 0) < 0 ||
         (call->options->batch == NULL && pass_note_tensors(call, exception, 1) < 0)) {
         PyErr_WriteUnraisable(call->given.func);
     }

@@ -305,6 +305,27 @@ def test_an_argument_with_a_graph() -> None:
     assert all(p.grad is None for p in encoder.parameters())
 
 
+@pytest.mark.parametrize("own_backward", [False, True])
+def test_an_argument_with_a_graph_in_a_split_call(own_backward: bool) -> None:
+    """torch's error says that the graph is gone; the note says whose it is."""
+    model, x, y = world()
+    encoder = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()).double()
+
+    @oomkit.auto_batch
+    def step(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(h), y)
+        if own_backward:
+            loss.backward()
+        return loss
+
+    hidden = encoder(x)
+    with inject_oom(phase="forward"), pytest.raises(RuntimeError, match="second time") as error:
+        loss = step(hidden, y)
+        loss.backward()
+    assert any("h was computed with gradients" in note for note in error.value.__notes__)
+    assert all(p.grad is None for p in [*encoder.parameters(), *model.parameters()])
+
+
 def test_streams_and_buffers_after_a_refusal() -> None:
     """They are as before the backward, not as before the call."""
     model, x, y = world(dropout=0.5, norm=True)
