@@ -476,7 +476,7 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
 
 /* A micro-batch that has nothing of what the loss was found to be a mean over weighs 0,
  * so that its backward is left out: its loss is 0 or NaN, then. One that is divided by
- * max(1, n) is neither, and belongs to the whole. 0 or -1. */
+ * a number that is not 0 is neither, and belongs to the whole. 0 or -1. */
 static int
 losses_left_out(oomkit_call *call, PyObject *root)
 {
@@ -499,7 +499,7 @@ losses_left_out(oomkit_call *call, PyObject *root)
     return oomkit_refuse_split(
         call,
         "micro-batch %lld of %lld (%lld rows) has nothing of what the loss is a mean "
-        "over, and its loss is not 0, as for a sum that is divided by max(1, n). "
+        "over, and its loss is not 0, as for a sum that is divided by n.clamp(eps). "
         "Divide by a number of the whole batch, and pass reduction=\"sum\"" SEE(
             "empty-micro-batch"),
         (long long)(at + 1), (long long)call->cut->count,

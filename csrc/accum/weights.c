@@ -10,6 +10,7 @@
 #include "../result/result.h"
 
 #include <float.h>
+#include <math.h>
 
 /* Does the call pass a value for the parameter num_items_in_batch? Then the loss is a
  * sum that the function divides by that number itself. */
@@ -184,27 +185,32 @@ weights_measured(oomkit_call *call)
     return 0;
 }
 
-/* Weights that a proof has found, of these slices. 0 or -1. */
-static int
-weights_found(oomkit_call *call, PyObject *rule)
+/* A number that a rule has; -1.0 with an exception. */
+static double
+rule_number(PyObject *rule, const char *name)
 {
-    OWNED PyObject *number = PyObject_GetAttrString(rule, "leaf");
-    OWNED PyObject *cut = NULL, *answer = NULL, *tensor = NULL;
-    Py_ssize_t leaf = number == NULL ? -1 : PyLong_AsSsize_t(number);
-    double total = 0.0;
-    int64_t i;
+    OWNED PyObject *number = PyObject_GetAttrString(rule, name);
 
-    if (PyErr_Occurred()) {
-        return -1;
-    }
-    cut = oomkit_proof_slices(call->cut->slices, call->cut->count);
+    return number == NULL ? -1.0 : PyFloat_AsDouble(number);
+}
+
+/* What the slices have of what a rule counts. New list or NULL. */
+static PyObject *
+rule_counts(oomkit_call *call, PyObject *rule)
+{
+    const Py_ssize_t leaf = (Py_ssize_t)rule_number(rule, "leaf");
+    OWNED PyObject *cut = NULL, *tensor = NULL;
+    PyObject *answer = NULL; /* owned, returned */
+
+    cut = PyErr_Occurred() ? NULL
+                           : oomkit_proof_slices(call->cut->slices, call->cut->count);
     if (cut == NULL) {
-        return -1;
+        return NULL;
     }
     tensor = leaf >= 0 && leaf < call->batch.count ? oomkit_proof_leaf(call, leaf)
                                                    : Py_NewRef(Py_None);
     EXEMPT (call->st) {
-        if (tensor != Py_None && call->batch.dealt != NULL) {
+        if (tensor != NULL && tensor != Py_None && call->batch.dealt != NULL) {
             Py_SETREF(tensor,
                       PyObject_CallMethod(call->batch.dealt, "leaf", "O", tensor));
         }
@@ -212,15 +218,30 @@ weights_found(oomkit_call *call, PyObject *rule)
                      ? NULL
                      : PyObject_CallMethod(rule, "counts", "OO", tensor, cut);
     }
-    if (answer == NULL) {
+    return answer;
+}
+
+/* Weights that a proof has found, of these slices: shares of what all have; where a sum
+ * is divided by max(1, n), also of that 1, and together they are more than 1 then. 0 or
+ * -1. */
+static int
+weights_found(oomkit_call *call, PyObject *rule)
+{
+    OWNED PyObject *counts = rule_counts(call, rule);
+    const double least = counts == NULL ? -1.0 : rule_number(rule, "least");
+    double total = 0.0;
+    int64_t i;
+
+    if (least < 0.0) {
         return -1;
     }
     for (i = 0; i < call->cut->count; i++) {
-        call->cut->weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(answer, i));
+        call->cut->weights[i] = PyFloat_AsDouble(PyList_GET_ITEM(counts, i));
         total += call->cut->weights[i];
     }
-    for (i = 0; !call->cut->losses.is_sum && i < call->cut->count; i++) {
-        call->cut->weights[i] = total > 0.0 ? call->cut->weights[i] / total
+    total = fmax(total, least);
+    for (i = 0; i < call->cut->count; i++) {
+        call->cut->weights[i] = total > 0.0 ? fmax(call->cut->weights[i], least) / total
                                             : 1.0 / (double)call->cut->count;
     }
     return PyErr_Occurred() ? -1 : 0;

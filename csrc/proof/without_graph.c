@@ -111,26 +111,20 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
     return oomkit_proof_put_back(p) < 0 ? -1 : result;
 }
 
-/* What a part weighs: its share, or the numbers of weight=. New list or NULL. */
+/* What a part weighs: its share, or those of the numbers of weight=. New list or NULL.
+ */
 static PyObject *
-verify_weights(oomkit_call *call, int part)
+verify_weights(const oomkit_call *call, int part)
 {
-    const oomkit_slice cut = call->cut->slices[part];
-    Py_ssize_t groups = 0, i;
-    OWNED PyObject *list = NULL;
-    OWNED_MEMORY double *values = NULL;
+    const oomkit_losses *l = &call->cut->losses;
+    const Py_ssize_t groups = l->groups > 0 ? l->groups : 1;
+    OWNED PyObject *list = PyList_New(0);
+    Py_ssize_t i;
 
-    if (call->options->weight == NULL) {
-        return Py_BuildValue("[d]", call->cut->weights[part]);
-    }
-    values = oomkit_weights_ask(call, cut.start, cut.length, &groups);
-    if (values == NULL) {
-        return NULL;
-    }
-    groups = groups > 0 ? groups : 1;
-    list = PyList_New(0);
     for (i = 0; list != NULL && i < groups; i++) {
-        OWNED PyObject *value = PyFloat_FromDouble(values[i]);
+        OWNED PyObject *value =
+            PyFloat_FromDouble(l->groups > 0 ? l->group_weights[part * groups + i]
+                                             : call->cut->weights[part]);
         if (value == NULL || PyList_Append(list, value) < 0) {
             return NULL;
         }

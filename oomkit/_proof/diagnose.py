@@ -115,13 +115,6 @@ def replay_differs(
     )
 
 
-def _shares(first: float, second: float, is_sum: bool) -> tuple[float, float]:
-    if is_sum:
-        return 1.0, 1.0
-    total = first + second
-    return (first / total, second / total) if total > 0 else (0.5, 0.5)
-
-
 def _times(share: float, value: float) -> float:
     return share * value if share else 0.0  # a mean over nothing is NaN
 
@@ -185,7 +178,7 @@ class Verification:
         limit = max(self.tolerance, _NOISE) if moved else self.tolerance
         for i, (whole, one, two) in enumerate(zip(*self._losses, strict=False)):
             group = min(i, len(first) - 1)
-            pair = _shares(first[group], second[group], is_sum)
+            pair = first[group], second[group]
             made = _times(pair[0], one) + _times(pair[1], two)
             scale = max(abs(whole), abs(_times(pair[0], one)), abs(_times(pair[1], two)))
             if math.isfinite(whole) and math.isnan(made):  # one part is a mean over nothing
@@ -197,7 +190,8 @@ class Verification:
             ):
                 continue
             seen.append((difference, limit, ""))
-        shares = _shares(self._rows[1], self._rows[2], False)
+        total = self._rows[1] + self._rows[2]
+        shares = self._rows[1] / total, self._rows[2] / total
         for finding in findings(self._outputs, self._rows, shares):
             most = max(finding.limit, _NOISE) if moved else finding.limit
             seen.append((finding.difference, most, finding.text))

@@ -43,6 +43,7 @@ from .weights import (
     learn,
     less_likely,
     pairs,
+    possible,
     settled,
     undecided,
     varied,
@@ -707,7 +708,10 @@ class Proof:
             is_sum: whether micro-batches weigh 1 now.
         """
         return advice(
-            [(rule.kind, rule.text) for rule in rules], is_sum, self.draws.chooses, self._is_hidden
+            [(rule.kind, rule.text) for rule in rules if not rule.least],
+            is_sum,
+            self.draws.chooses,
+            self._is_hidden,
         )
 
     def proven(self, whole: int, first: int, second: int) -> str:
@@ -761,9 +765,11 @@ class Proof:
                 and not (self._limit >= COARSE and slope(terms, weights, apart=True)[0])
             )
 
-        of = leaves, self.modules(), facts(self.tried)
-        rest = less_likely(*of, cut, inner.residual) if self._limit < COARSE else ()
-        return list(filter(fits, [*candidates(*of), *rest]))
+        of = leaves, self.modules()
+        rest = ()
+        if self._limit < COARSE:
+            rest = less_likely(*of, facts(self.tried), cut, inner.residual)
+        return list(filter(fits, [*possible(*of, self.tried), *rest]))
 
     def weighed(
         self,
@@ -793,8 +799,7 @@ class Proof:
             if not self._entry and values.number(value):  # without a backward a norm is 0
                 self._numbers.is_no_norm(place)
         rules = []
-        known = facts(self.tried)
-        for rule in candidates(leaves, self.modules(), known) if leaves and not moved else ():
+        for rule in possible(leaves, self.modules(), self.tried) if leaves and not moved else ():
             shares = None if verdict[0] else rule.shares(cut)
             if shares is not None and losses.fits(*shares):
                 rules.append(rule)
@@ -861,7 +866,7 @@ class Proof:
         used = (rule or Weigher("rows")).of(leaves)
         weighers = list(candidates(leaves, self.modules(), self.tried))
         passed = [(start, first), (start + first, length - first)] if first > 0 else []
-        for key, gap in undecided(weighers, passed, used, self.tried).items():
+        for key, gap in undecided(weighers, passed, used, self.tried, sums=True).items():
             self.tried[key] = math.inf if gap >= _SURE * self._limit and not self.noise else gap
         before = [(start, length)] if first > 0 else []
         where = decisive(weighers, slices, used, self.tried, unit, before, first > 0)

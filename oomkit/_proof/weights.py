@@ -28,6 +28,7 @@ __all__ = [
     "learn",
     "less_likely",
     "pairs",
+    "possible",
     "settled",
     "undecided",
     "varied",
@@ -46,6 +47,9 @@ _ASKED = 3.0  # times that labels are looked for where they differ
 TOLD = 1e-3  # a difference of two parts' weights that gradients can tell
 _NEWS = 8  # proofs because of a label beyond all that were seen: others are running numbers
 _ALIKE = 4  # numbers of columns that one place need not tell apart, at most
+# What sums are divided by max(1, n) of.
+_AT_LEAST = frozenset({"labels", "values", "padding", "both"})
+_ONE = " of 1 at least"
 _MORE = 2.0  # times the difference that was tried before: worth to try again
 
 
@@ -64,6 +68,7 @@ class Weigher:
         leaf: number of that leaf among the batch's nodes, or -1.
         first: of its columns, the first one that counts.
         text: for the log: what it counts, and the option that says the same.
+        least: what a count is at least, as where a sum is divided by `max(1, n)`; or 0.
     """
 
     def __init__(
@@ -75,26 +80,37 @@ class Weigher:
         value: int = 0,
         weights: torch.Tensor | None = None,
         first: int = 0,
+        least: float = 0.0,
     ) -> None:
         self.kind, self.leaf, self.text, self.first = kind, leaf, text, first
-        self._value, self._weights = value, weights
+        self._value, self._weights, self.least = value, weights, least
         self._tensor = tensor  # while it is looked for; the batch of one call
+        self._counted: dict[tuple[Any, ...], list[float]] = {}  # of slices of it
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What it is, whatever batch it is asked of."""
         kind = f"{self.kind}[:, {self.first}:]" if self.first else self.kind
+        kind += _ONE * bool(self.least)
         return kind, self.leaf, self._value, None if self._weights is None else self.text
 
     def forget(self) -> Weigher:
         """The same without the batch that it was found with."""
-        self._tensor = None
+        self._tensor, self._counted = None, {}
         return self
+
+    def at_least_one(self) -> Weigher:
+        """The same for a sum that is divided by `max(1, n)`: slices with nothing of it count."""
+        text = f"{self.text},{_ONE}"
+        given = self._tensor, self._value, self._weights, self.first, 1.0
+        made = Weigher(self.kind, self.leaf, text, *given)
+        made._counted = self._counted
+        return made
 
     def of(self, leaves: Leaves) -> Weigher:
         """The same of the batch with these leaves."""
         tensor = next((tensor for leaf, _, tensor, _ in leaves if leaf == self.leaf), None)
-        given = self._value, self._weights, self.first
+        given = self._value, self._weights, self.first, self.least
         return Weigher(self.kind, self.leaf, self.text, tensor, *given)
 
     def later(self, cut: Cut) -> Iterator[tuple[Weigher, tuple[float, ...]]]:
@@ -132,7 +148,7 @@ class Weigher:
         return part.double().sum()
 
     def counts(self, tensor: torch.Tensor | None, cut: Cut) -> list[float]:
-        """What slices weigh, before they are made shares of their sum.
+        """What slices weigh, before they are made shares of their sum or of `least`.
 
         Args:
             tensor: the leaf of the present batch.
@@ -152,9 +168,12 @@ class Weigher:
         elif self._tensor is None:
             return None
         else:
-            values = self.counts(self._tensor, cut)
-        total = sum(values)
-        return tuple(value / total for value in values) if total > 0 else None
+            of = tuple(cut)
+            if of not in self._counted:
+                self._counted[of] = self.counts(self._tensor, cut)
+            values = self._counted[of]
+        total = max(sum(values), self.least)
+        return tuple(max(value, self.least) / total for value in values) if total > 0 else None
 
 
 def _ignored(own: list[Any], known: Tried) -> list[int]:
@@ -327,6 +346,22 @@ def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> 
         modules: those that take part.
         tried: see `Tried`; of those that are decided, some are left out.
     """
+    found = []
+    for weigher in _means(leaves, modules, tried):
+        yield weigher
+        if weigher.kind in _AT_LEAST:
+            found.append(weigher)
+    yield from (weigher.at_least_one() for weigher in found)
+
+
+def possible(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> list[Weigher]:
+    """Candidates of a search: see `candidates`. Those that gradients have spoken against come last,
+    for the step may have changed."""
+    every = candidates(leaves, modules, facts(tried))
+    return sorted(every, key=lambda weigher: tried.get(weigher.key) == math.inf)
+
+
+def _means(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> Iterator[Weigher]:
     yield Weigher("rows", text="mean over rows")
     yield Weigher("sum", text="sum")
     own, buffers = _C.label_hints(modules, _NormBase)
@@ -341,12 +376,10 @@ def candidates(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> 
             news = dict.fromkeys([*ignored, *labels.beyond(leaf, tried), *labels.padding()])
             yield from _of_labels(leaf, name, labels, [*news])
             yield from _of_classes(leaf, name, labels, ignored, vectors)
-        decided = tried.get(("values", leaf, 0, None)) == math.inf
-        if not decided and _is_mask(tensor, labels):
+        if _is_open("values", leaf, tried) and _is_mask(tensor, labels):
             yield Weigher("values", leaf, f"mean over {name}", tensor)
-        shifted = Weigher("values", leaf, f"mean over {name}[:, 1:]", tensor, first=1)
-        if tried.get(shifted.key) != math.inf and _is_mask_of_tokens(tensor, labels):
-            yield shifted
+        if _is_open("values[:, 1:]", leaf, tried) and _is_mask_of_tokens(tensor, labels):
+            yield Weigher("values", leaf, f"mean over {name}[:, 1:]", tensor, first=1)
         if tensor.dtype == torch.bool:
             yield Weigher("padding", leaf, f"mean over ~{name}", tensor)
             if tensor.ndim == 2 and tensor.shape[1] > 1:
@@ -374,7 +407,7 @@ def less_likely(
         if sliced and isinstance(tensor, torch.Tensor) and tensor.ndim == 1:
             if tensor.dtype in _INTEGERS and tensor.numel() and bool((tensor >= 0).all()):
                 yield Weigher("values", leaf, f"mean over as many as the sum of {name}", tensor)
-    for weigher in candidates(leaves, modules, tried):
+    for weigher in _means(leaves, modules, tried):
         later = [] if weigher.first else list(weigher.later(cut))
         yield from [it for it, _ in sorted(later, key=lambda of: residual(*of[1]))[:_ALIKE]]
 
@@ -389,6 +422,13 @@ def settled(leaves: Leaves, tried: Tried) -> None:
 def facts(tried: Tried) -> Tried:
     """What is known of the batches, not of weights."""
     return {key: value for key, value in tried.items() if len(key) == 2}
+
+
+def _is_open(kind: str, leaf: int, tried: Tried) -> bool:
+    """Whether gradients have not spoken yet against a mean over it, and against that of 1 at
+    least."""
+    both = (kind, leaf, 0, None), (kind + _ONE, leaf, 0, None)
+    return any(tried.get(key) != math.inf for key in both)
 
 
 def _is_mask(tensor: torch.Tensor, labels: _Range | None) -> bool:
@@ -470,7 +510,7 @@ def is_varied(leaves: Leaves, slices: Cut, tried: Tried) -> bool:
 
 
 def undecided(
-    weighers: list[Weigher], cut: Cut, rule: Weigher, tried: Tried
+    weighers: list[Weigher], cut: Cut, rule: Weigher, tried: Tried, sums: bool = False
 ) -> dict[tuple[Any, ...], float]:
     """Weights that may be the true ones although others are in use, and make a difference to
     slices: keys and how large it is, where it is more than what was tried.
@@ -480,13 +520,18 @@ def undecided(
         cut: start and length of each slice.
         rule: the weights in use, of the present batch.
         tried: what is known of earlier slices.
+        sums: whether a sum is looked at, which is no reason to look for more.
     """
-    mine = rule.shares(cut)
     found: dict[tuple[Any, ...], float] = {}
-    if mine is None:
+    if not cut:
         return found
+    mine = rule.shares(cut)
+    if mine is None:  # nothing counts: of others only this can make a difference
+        mine = (1.0 / len(cut),) * len(cut)
+        own = rule.at_least_one().key
+        weighers = [weigher for weigher in weighers if weigher.key == own]
     for weigher in weighers:
-        if weigher.kind == "sum" or weigher.key == rule.key:
+        if weigher.key == rule.key or (weigher.kind == "sum" and not sums):
             continue
         its = weigher.shares(cut)
         if its is None:
@@ -574,7 +619,7 @@ def decisive(
         to tell, or no cut tells it.
     """
     open_ = undecided(weighers, slices, rule, tried)
-    there = [each for each in weighers if everywhere or each.key in open_]
+    there = [each for each in weighers if each.key in open_ or (everywhere and not each.least)]
     best, where = (False, 0.0), None
     for places in (cuts([*before, *slices], unit), pairs(slices)) if there else ():
         for at, rows, part in () if best[0] else places:
