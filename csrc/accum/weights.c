@@ -58,7 +58,7 @@ weight_number(oomkit_call *call, PyObject *item)
     return value;
 }
 
-/* What weight= returned, as numbers: see oomkit_weights_ask. */
+/* What weight= returned, as numbers: see weights_ask(). */
 static double *
 weight_numbers(oomkit_call *call, PyObject *answer, Py_ssize_t *groups)
 {
@@ -96,8 +96,10 @@ weight_numbers(oomkit_call *call, PyObject *answer, Py_ssize_t *groups)
     return values;
 }
 
-double *
-oomkit_weights_ask(oomkit_call *call, int64_t start, int64_t length, Py_ssize_t *groups)
+/* weight= of the batch's rows start .. start + length into values[0 .. *groups), made
+ * by PyMem (free it); *groups is 0 for a plain number. NULL with an exception. */
+static double *
+weights_ask(oomkit_call *call, int64_t start, int64_t length, Py_ssize_t *groups)
 {
     Py_ssize_t i, n = call->batch.total;
     OWNED_MEMORY PyObject **vector = PyMem_Calloc((size_t)n + 1, sizeof(PyObject *));
@@ -129,8 +131,8 @@ weights_collect(oomkit_call *call)
     int64_t i;
 
     for (i = 0; i < call->cut->count; i++) {
-        OWNED_MEMORY double *values = oomkit_weights_ask(
-            call, call->cut->slices[i].start, call->cut->slices[i].length, &groups);
+        OWNED_MEMORY double *values = weights_ask(call, call->cut->slices[i].start,
+                                                  call->cut->slices[i].length, &groups);
         if (values == NULL) {
             return -1;
         }
@@ -307,6 +309,25 @@ oomkit_weights_set(oomkit_call *call)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+PyObject *
+oomkit_weights_of_slice(const oomkit_call *call, int64_t slice)
+{
+    const oomkit_losses *l = &call->cut->losses;
+    const Py_ssize_t groups = l->groups > 0 ? l->groups : 1;
+    OWNED PyObject *list = PyList_New(0);
+    Py_ssize_t i;
+
+    for (i = 0; list != NULL && i < groups; i++) {
+        OWNED PyObject *value =
+            PyFloat_FromDouble(l->groups > 0 ? l->group_weights[slice * groups + i]
+                                             : call->cut->weights[slice]);
+        if (value == NULL || PyList_Append(list, value) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(list);
+}
+
 int
 oomkit_weights_of_ranks(oomkit_call *call)
 {
@@ -332,7 +353,7 @@ oomkit_weights_of_ranks(oomkit_call *call)
                              call->options->label));
     }
     EXEMPT (call->st) {
-        items = oomkit_weights_ask(call, 0, call->batch.rows, &groups);
+        items = weights_ask(call, 0, call->batch.rows, &groups);
     }
     return items == NULL ? -1
                          : oomkit_ranks_weigh(call, items, groups > 0 ? groups : 1);

@@ -14,6 +14,11 @@ struct oomkit_call;
 int
 oomkit_weights_set(struct oomkit_call *call);
 
+/* What a slice weighs in each group of losses, one without weight=. New list or NULL.
+ */
+PyObject *
+oomkit_weights_of_slice(const struct oomkit_call *call, int64_t slice);
+
 /* global_weight=: what the losses of this call count among those of all ranks, whose
  * mean is taken. Runs weight= of the whole batch. 0 or -1. */
 int
@@ -26,12 +31,6 @@ oomkit_losses_are_sums(const struct oomkit_call *call);
 /* A proof runs, where `rule` (borrowed) has its weights; NULL: it is over. */
 void
 oomkit_weights_on_trial(struct oomkit_call *call, PyObject *const *rule);
-
-/* weight= of the batch's rows start .. start + length into values[0 .. *groups), made
- * by PyMem (free it); *groups is 0 for a plain number. NULL with an exception. */
-double *
-oomkit_weights_ask(struct oomkit_call *call, int64_t start, int64_t length,
-                   Py_ssize_t *groups);
 
 /* Has nobody said what the loss is a mean over? */
 int

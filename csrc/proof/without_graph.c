@@ -111,27 +111,6 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
     return oomkit_proof_put_back(p) < 0 ? -1 : result;
 }
 
-/* What a part weighs: its share, or those of the numbers of weight=. New list or NULL.
- */
-static PyObject *
-verify_weights(const oomkit_call *call, int part)
-{
-    const oomkit_losses *l = &call->cut->losses;
-    const Py_ssize_t groups = l->groups > 0 ? l->groups : 1;
-    OWNED PyObject *list = PyList_New(0);
-    Py_ssize_t i;
-
-    for (i = 0; list != NULL && i < groups; i++) {
-        OWNED PyObject *value =
-            PyFloat_FromDouble(l->groups > 0 ? l->group_weights[part * groups + i]
-                                             : call->cut->weights[part]);
-        if (value == NULL || PyList_Append(list, value) < 0) {
-            return NULL;
-        }
-    }
-    return STEAL(list);
-}
-
 /* The verification could not be made: a debug line. Errors that ask the program to end
  * pass. Steals `exception`. 0 or -1. */
 static int
@@ -159,8 +138,8 @@ verify_shares(oomkit_proof *p, const oomkit_slice *cut, PyObject **one, PyObject
     if (oomkit_cut_given(call, cut, 2) < 0 || oomkit_weights_set(call) < 0) {
         return -1;
     }
-    *one = verify_weights(call, 0);
-    *two = *one ? verify_weights(call, 1) : NULL;
+    *one = oomkit_weights_of_slice(call, 0);
+    *two = *one ? oomkit_weights_of_slice(call, 1) : NULL;
     return *two == NULL ? -1 : 0;
 }
 
