@@ -64,8 +64,8 @@ oomkit_argument_name(const oomkit_batch *batch, PyObject *names, Py_ssize_t argu
 PyObject *
 oomkit_node_path(const oomkit_batch *batch, PyObject *names, Py_ssize_t index);
 
-/* The first tensor that has a graph behind it; `batch->count` where none has, -1 with an
- * exception. */
+/* The first tensor that has a graph behind it; `batch->count` where none has, -1 with
+ * an exception. */
 Py_ssize_t
 oomkit_node_with_graph(oomkit_state *st, const oomkit_batch *batch);
 
