@@ -142,10 +142,11 @@ proof_micro_end(oomkit_call *call, PyObject *result)
         return -1;
     }
     EXEMPT (call->st) {
-        done = PyObject_CallMethod(call->proof->judge, "result", "OOLd", result,
+        done = PyObject_CallMethod(call->proof->judge, "result", "OOLdO", result,
                                    loss == NULL ? Py_None : loss,
                                    (long long)call->cut->slices[call->cut->at].length,
-                                   call->cut->weights[call->cut->at]);
+                                   call->cut->weights[call->cut->at],
+                                   oomkit_losses_are_sums(call) ? Py_True : Py_False);
         if (done != NULL && call->proof->dealt != NULL) {
             Py_SETREF(done, PyObject_CallMethod(
                                 call->proof->dealt, "again", "L",

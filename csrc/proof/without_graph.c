@@ -17,8 +17,9 @@ verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
     OWNED PyObject *done = NULL;
 
     EXEMPT (call->st) {
-        done = PyObject_CallMethod(p->judge, "result", "OOLd", result, Py_None,
-                                   (long long)length, weight);
+        done = PyObject_CallMethod(p->judge, "result", "OOLdO", result, Py_None,
+                                   (long long)length, weight,
+                                   oomkit_losses_are_sums(call) ? Py_True : Py_False);
     }
     if (done == NULL || part < 0 || oomkit_call_is_replay(call)) {
         return done == NULL ? -1 : 0;

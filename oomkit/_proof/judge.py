@@ -316,7 +316,7 @@ class Proof:
         if not whole:
             made.gradients = {}
 
-    def result(self, result: Any, loss: Any, rows: int, weight: float) -> None:
+    def result(self, result: Any, loss: Any, rows: int, weight: float, is_sum: bool) -> None:
         """The end of a micro-batch."""
         run = self._runs[self._now]
         while len(run.losses) <= len(run.rows):
@@ -327,6 +327,7 @@ class Proof:
             run.bounds[-1] += bounds(loss)
         run.rows.append(rows)
         run.weights.append(weight)
+        run.is_sum = is_sum
         leaves = values.kept_leaves(result)
         if self._now.startswith("whole"):
             run.results = leaves
@@ -596,11 +597,12 @@ class Proof:
             self._fail(gap, f"{place} of the joined parts is {what}")
 
     def _is_joined(self, place: str, one: Any, made: Run, limit: float) -> bool:
-        parts, added = [each.get(place) for each in made.each], sum(made.weights) > 1.5  # a sum
+        parts = [each.get(place) for each in made.each]
+        weights = None if made.is_sum else made.weights
         noted = not self.noise and self._numbers.note(
-            place, one, parts, made.weights, made.rows, limit, self._has_gradient
+            place, one, parts, weights, made.rows, limit, self._has_gradient
         )
-        return noted and (place not in _LOSS or not added or self._has_gradient())
+        return noted and (place not in _LOSS or not made.is_sum or self._has_gradient())
 
     def all_figures(self, known: dict[str, int]) -> dict[str, int]:
         """How numbers in results are joined: what the site knows, and what was shown here."""
@@ -766,10 +768,9 @@ class Proof:
             )
 
         of = leaves, self.modules()
-        rest = ()
-        if self._limit < COARSE:
-            rest = less_likely(*of, facts(self.tried), cut, inner.residual)
-        return list(filter(fits, [*possible(*of, self.tried), *rest]))
+        rest = less_likely(*of, facts(self.tried), cut, inner.residual)
+        every = [*possible(*of, self.tried), *(rest if self._limit < COARSE else ())]
+        return list(filter(fits, every))
 
     def weighed(
         self,

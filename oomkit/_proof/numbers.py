@@ -30,7 +30,7 @@ class Numbers:
         place: str,
         whole: Any,
         parts: Sequence[Any],
-        weights: list[float],
+        weights: list[float] | None,
         rows: list[int],
         limit: float,
         has_gradient: Callable[[], bool],
@@ -40,7 +40,7 @@ class Numbers:
         Args:
             whole: what the whole has there.
             parts: what each part has there.
-            weights: of the parts' losses.
+            weights: of the parts' losses; None where those are added.
             rows: of the parts.
             limit: what rounding explains, relative.
             has_gradient: whether the whole has one that is not 0.
@@ -54,11 +54,10 @@ class Numbers:
         counts = isinstance(whole, int) or (
             isinstance(whole, torch.Tensor) and not whole.is_floating_point()
         )
-        is_mean = abs(sum(weights) - 1.0) < 1e-9
-        by_loss, by_rows = (
-            sum(n * w for n, w in zip(numbers, shares, strict=True) if w) / sum(shares)
-            for shares in (weights if is_mean else rows, rows)
-        )
+        by_rows = sum(n * r for n, r in zip(numbers, rows, strict=True)) / sum(rows)
+        by_loss = by_rows
+        if weights is not None:
+            by_loss = sum(n * w for n, w in zip(numbers, weights, strict=True) if w)
         joined = float(sum(numbers)) if counts else by_loss
         last = values.gap(value, numbers[-1]) <= limit
         as_loss = values.gap(value, joined) <= limit

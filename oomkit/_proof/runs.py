@@ -61,6 +61,7 @@ class Run:
         "each",
         "first",
         "gradients",
+        "is_sum",
         "last",
         "losses",
         "parts",
@@ -90,3 +91,4 @@ class Run:
         self.each: list[dict[str, Any]] = []  # results of micro-batches
         self.rows: list[int] = []
         self.weights: list[float] = []
+        self.is_sum = False  # weights are 1

@@ -596,6 +596,18 @@ def pairs(slices: Cut) -> Iterator[tuple[int, int, int]]:
         yield start, one + two, one
 
 
+def _spans(slices: Cut) -> Iterator[tuple[int, int, int]]:
+    """Start, length and first part of more micro-batches beside each other, few first."""
+    count = 3
+    while count // 2 < len(slices):
+        for at in range(0, len(slices), count // 2):
+            some = slices[at : at + count]
+            if len(some) > 2:
+                rows, first = (sum(n for _, n in each) for each in (some, some[: len(some) // 2]))
+                yield some[0][0], rows, first
+        count *= 2
+
+
 def decisive(
     weighers: list[Weigher],
     slices: Cut,
@@ -621,8 +633,12 @@ def decisive(
     open_ = undecided(weighers, slices, rule, tried)
     there = [each for each in weighers if each.key in open_ or (everywhere and not each.least)]
     best, where = (False, 0.0), None
-    for places in (cuts([*before, *slices], unit), pairs(slices)) if there else ():
-        for at, rows, part in () if best[0] else places:
+    # Pairs tell shares; a sum is like one of 1 at least where two of them count no more.
+    wider = _spans(slices) if rule.kind == "sum" else ()
+    for places in (cuts([*before, *slices], unit), pairs(slices), wider) if there else ():
+        if best[0] or (places is wider and best[1] > 0.0):
+            break
+        for at, rows, part in places:
             cut = [(at, part), (at + part, rows - part)]
             gap = max(undecided(there, cut, rule, tried).values(), default=0.0)
             if gap > 0.0:  # a mean over nothing is nan
