@@ -36,6 +36,7 @@ ITEMS = 64  # of a container that are looked into
 _OBJECTS = 5000  # looked at for random generators
 _DEPTH = 8
 _PARTS = 2000  # modules of a model
+_PLAIN_ONES = frozenset(map(id, PLAIN))  # a metaclass may have an == of its own
 EMPTY = object()  # the value of a variable that has none
 
 
@@ -82,14 +83,20 @@ def function_cells(function: types.FunctionType) -> Iterator[tuple[str, Spot]]:
             yield name, Spot(None, CELL, cell, EMPTY, name)
 
 
+def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
+    """By its type: what an object gives as its `__class__` may be a mock's word, that of what a
+    proxy stands for, or an error."""
+    return issubclass(type(value), kinds)
+
+
 def is_array(value: object) -> bool:
     return any(k.__module__ == "numpy" and k.__name__ == "ndarray" for k in type(value).__mro__)
 
 
 def is_stream(value: object) -> bool:
     """A random generator of Python, of numpy or of torch."""
-    if isinstance(value, (random.Random, torch.Generator)):
-        return not isinstance(value, random.SystemRandom)  # which has no state
+    if is_a(value, (random.Random, torch.Generator)):
+        return not is_a(value, random.SystemRandom)  # which has no state
     return any(
         str(k.__module__).startswith("numpy.random") and k.__name__ in ("Generator", "RandomState")
         for k in type(value).__mro__
@@ -237,7 +244,7 @@ def reachable(
     seen: dict[int, Any] = {}
     while queue and len(seen) < _OBJECTS:
         value, depth = queue.popleft()
-        if type(value) in PLAIN or id(value) in seen:
+        if id(type(value)) in _PLAIN_ONES or id(value) in seen:
             continue
         seen[id(value)] = value  # alive, so that no address is used again
         yield value
@@ -247,17 +254,18 @@ def reachable(
 
 def inside(value: Any) -> list[Any]:
     """What lies in an object, a container, or the names of a function."""
-    if isinstance(value, (torch.Tensor, types.ModuleType, type)) or is_array(value):
+    if is_a(value, (torch.Tensor, types.ModuleType, type)) or is_array(value):
         return []
-    if isinstance(value, dict):
+    if is_a(value, dict):
         return list(islice(dict.values(value), ITEMS))
-    if isinstance(value, (list, tuple, deque)):
-        return list(islice(value, ITEMS))
-    if isinstance(value, types.MethodType):
+    for base in (list, tuple, deque):
+        if is_a(value, base):  # whose `__iter__` may be the user's
+            return list(islice(base.__iter__(value), ITEMS))
+    if is_a(value, types.MethodType):
         return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
+    if is_a(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.FunctionType):
+    if is_a(value, types.FunctionType):
         names = names_of(value.__code__)
         spaces = [value.__globals__[n] for n in names if n in value.__globals__]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

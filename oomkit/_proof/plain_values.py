@@ -7,74 +7,71 @@ method, a default argument, a class. A proof can afford that; a healthy step cou
 
 from __future__ import annotations
 
+import logging
 import types
 import weakref
 from argparse import Namespace
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from itertools import islice
+from pathlib import PurePath
+from typing import Any, Protocol
 
 import torch
 
 from .._code.plain_state import _LIBRARIES
 from .._code.side_effects import (
+    _FOREIGN,
     _MODULE_OWN,
     _attributes,
     _is_foreign,
     _is_foreign_function,
     _names_of,
-    _slots_of,
     _undecorated,
     _unwrap,
 )
-from .._code.spots import OWN_RULES, inside, is_array, own_of, reachable
+from .._code.spots import (
+    ITEMS,
+    OWN_RULES,
+    inside,
+    is_a,
+    is_array,
+    is_stream,
+    own_of,
+    reachable,
+)
+from . import plain_places as places
 
 __all__ = ["PlainValues", "Step"]
 
 Step = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
+_log = logging.getLogger("oomkit")
+
 _LONG = 1024  # items of a container that is not looked at
 _SMALL = 1 << 20  # bytes of an array that is
-_NAMES = (types.SimpleNamespace, Namespace)
+_ALL_ARRAYS = 1 << 25  # bytes of all of them
+_ALL_ITEMS = 1 << 19  # of all containers
+_NAMES = (types.SimpleNamespace, Namespace, ChainMap)
 _CONTAINERS = (dict, list, set, deque)
 _PASSED = (types.MethodType, partial, tuple)  # which hold nothing that changes
+_OF_BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)  # methods of plain types
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 # Locks, events, queues and threads: what has one may change while the step runs.
 _THREADS = frozenset({"_thread", "threading", "queue", "_queue", "multiprocessing", "concurrent"})
-_ABSENT = object()
 
 
-class _Graph(weakref.ref[torch.Tensor]):
-    """A tensor that has a graph, which is not to live longer for this."""
+class _Place(Protocol):
+    def put_back(self) -> None: ...
 
 
-def _held(value: Any) -> Any:
-    graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
-    return _Graph(value) if graph else value
-
-
-def _given(held: Any) -> Any:
-    """The value; None for a tensor that is gone."""
-    return held() if type(held) is _Graph else held
-
-
-class _Place:
-    """Names and what each leads to: attributes, items of a dictionary, variables."""
-
-    __slots__ = ("put", "read", "was")
-
-    def __init__(self, read: Callable[[], dict[Any, Any]], put: Callable[[Any, Any], None]) -> None:
-        self.read, self.put = read, put
-        self.was = {name: _held(value) for name, value in read().items()}
-
-    def put_back(self) -> None:
-        now = self.read()
-        for name in [*self.was, *(name for name in now if name not in self.was)]:
-            held, new = self.was.get(name, _ABSENT), now.get(name, _ABSENT)
-            old = _given(held)
-            gone = old is None and held is not None
-            if old is not new and not gone and not _is_ours(old) and not _is_ours(new):
-                self.put(name, old)
+_Note = Callable[[], _Place]
 
 
 class PlainValues:
@@ -86,30 +83,48 @@ class PlainValues:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._reached: list[Any] | None = None
-        self._noted: list[Callable[[], None]] = []  # each puts something back
+        self._notes: list[_Note] | None = None
+        self._noted: list[_Place] = []
 
     def note(self) -> None:
         """A run begins. What an earlier one has made is gone again, so that all look alike."""
-        if self._reached is None:
-            function, args, kwargs = _unwrap(*self._step)
-            given = [*args, *kwargs.values()]
-            is_plain = isinstance(function, types.FunctionType)
-            found = reachable(function, given, _leads_to) if is_plain else ()
-            self._reached = [value for value in found if not isinstance(value, torch.Tensor)]
-        self._noted = [back for value in self._reached for back in _notes(value)]
+        if self._notes is None:
+            self._notes = _carefully(self._find) or []
+        noted = (_carefully(note) for note in self._notes)
+        self._noted = [place for place in noted if place is not None]
 
     def put_back(self) -> None:
         """After the run. May be called again where it has failed."""
         while self._noted:
-            self._noted[-1]()
+            _carefully(self._noted[-1].put_back)
             self._noted.pop()
 
+    def _find(self) -> list[_Note]:
+        function, args, kwargs = _unwrap(*self._step)
+        if not isinstance(function, types.FunctionType):
+            return []
+        notes: list[_Note] = []
+        room = [_ALL_ITEMS, _ALL_ARRAYS]
+        for value in reachable(function, [*args, *kwargs.values()], _leads_on):
+            if not is_a(value, torch.Tensor):
+                notes += _carefully(partial(_notes, value, room)) or ()
+        return notes
 
-def _is_ours(value: Any) -> bool:
-    """Whether oomkit has put it there, for as long as it needs it."""
-    of = value if isinstance(value, types.FunctionType) else type(value)
-    return str(of.__module__).partition(".")[0] == "oomkit"
+
+def _carefully(look: Callable[[], Any]) -> Any:
+    """An object that cannot be looked at (a class with rules of its own, another thread that fills
+    it meanwhile) is left as it is: it is no fault of the step's."""
+    try:
+        return look()
+    except MemoryError:
+        raise
+    except Exception:
+        _log.debug("an object could not be looked at for a proof", exc_info=True)
+        return None
+
+
+def _has_threads(values: Iterator[tuple[str, Any]]) -> bool:
+    return any(str(type(v).__module__).partition(".")[0] in _THREADS for _, v in values)
 
 
 def _is_of_program(kind: type) -> bool:
@@ -121,130 +136,118 @@ def _is_of_program(kind: type) -> bool:
 
 def _is_looked_at(value: Any) -> bool:
     """Whether it is an object of the program, and none that threads share."""
-    if not _is_of_program(type(value)) or isinstance(value, (UserDict, UserList)):
+    if not _is_of_program(type(value)) or is_a(value, (UserDict, UserList)):
         return False
-    kinds = (str(type(v).__module__).partition(".")[0] for _, v in _attributes(value))
-    return not any(kind in _THREADS for kind in kinds)
+    return not _has_threads(iter(_attributes(value)))
+
+
+def _is_own_module(module: types.ModuleType) -> bool:
+    """Whether it is the program's own, and none that threads share."""
+    space = vars(module)
+    top, parts = str(space.get("__name__")).partition(".")[0], PurePath(str(space.get("__file__")))
+    library = top in _FOREIGN or top in _LIBRARIES or "__file__" not in space
+    installed = {"site-packages", "dist-packages", "lib-dynload"}.intersection(parts.parts)
+    standard = _is_foreign(type("", (), {"__module__": top}))
+    return not (library or installed or standard or _has_threads(iter([*space.items()])))
+
+
+def _leads_on(value: Any) -> list[Any]:
+    return _carefully(partial(_leads_to, value)) or []
 
 
 def _leads_to(value: Any) -> list[Any]:
     """What lies in it, as far as objects of the program may come after it."""
     kind = type(value)
-    if isinstance(value, (*OWN_RULES, UserDict, UserList)):
+    if is_a(value, (*OWN_RULES, UserDict, UserList)):
         return []
-    if isinstance(value, torch.nn.Module):
-        parts = own_of(value).get("_modules", {})
+    if is_a(value, torch.nn.Module):
+        own = own_of(value)
+        parts = [v for name in ("_modules", *_HOOKS) for v in [*own.get(name, {}).values()]]
         inner = [v for _, v in _attributes(value, _MODULE_OWN)]
-        return [*parts.values(), *inner, *_of_classes(kind)]
-    if isinstance(value, types.FunctionType):
-        return [] if _is_foreign_function(value) else inside(value)
+        return [*parts, *inner, *_of_classes(kind)]
+    if is_a(value, types.FunctionType):
+        return [] if _is_foreign_function(value) else _of_function(value)
+    if is_a(value, type):
+        return [*_of_classes(value)]
+    if is_a(value, _OF_BUILT_IN):
+        return [value.__self__]
+    if is_a(value, weakref.ref):
+        return [weakref.ref.__call__(value)]
+    for base in (set, frozenset):
+        if is_a(value, base):
+            return [*islice(base.__iter__(value), ITEMS), *_of_classes(kind)]
+    if is_array(value):
+        return [inner for _, inner in _attributes(value)]  # the mask of a masked array
     if kind.__module__ == "oomkit._C":
         return [inner] if (inner := _undecorated(value)) is not value else []
-    if isinstance(value, (*_CONTAINERS, *_PASSED)) or _is_looked_at(value):
+    if is_a(value, (*_CONTAINERS, *_PASSED)) or _is_looked_at(value):
         return [*inside(value), *_of_classes(kind)]
     return []
 
 
+def _of_function(function: types.FunctionType) -> list[Any]:
+    """Also what it names in other modules of the program: `utils.count()`."""
+    found = inside(function)
+    names = _names_of(function.__code__)
+    for module in [v for v in found if is_a(v, types.ModuleType) and _is_own_module(v)]:
+        found += [vars(module)[name] for name in names if name in vars(module)]
+    return [*found, *vars(function).values()]
+
+
 def _of_classes(kind: type) -> Iterator[Any]:
-    """An object's classes, and containers that they have."""
+    """An object's classes, and what these have: containers, methods, the one instance."""
     for each in filter(_is_of_program, kind.__mro__):
         yield each
-        yield from (v for v in [*vars(each).values()] if isinstance(v, _CONTAINERS))
+        for name, value in [*vars(each).items()]:
+            if is_a(value, (staticmethod, classmethod)):
+                yield value.__func__
+            elif not is_a(value, type) and name != "__dict__":
+                yield value
 
 
-def _notes(value: Any) -> Iterator[Callable[[], None]]:
-    """What puts it back as it is now."""
-    if isinstance(value, _CONTAINERS) and len(value) <= _LONG:
-        yield from _of_container(value)
-    if is_array(value) and value.nbytes <= _SMALL and value.flags.writeable:
-        if not value.dtype.hasobject:
-            yield partial(_refill_array, value, value.copy())
-        return
-    if isinstance(value, type):
-        yield _Place(partial(_of_class, value), partial(_put_in_class, value)).put_back
-        return
-    if isinstance(value, types.FunctionType):
+def _notes(value: Any, room: list[int]) -> list[_Note]:
+    """What notes how it is now.
+
+    Args:
+        room: items, and bytes of arrays, that may still be noted; a large program would take
+            longer for these than for its step.
+    """
+    if is_array(value):
+        return [*_of_array(value, room)]
+    if is_stream(value) and not is_a(value, torch.Generator):  # whose uses are seen
+        return [partial(places.Stream, value)]
+    if is_a(value, type):
+        return [partial(places.of_class, value)] if _is_of_program(value) else []
+    if is_a(value, types.ModuleType):
+        return [partial(places.of_module, value)] if _is_own_module(value) else []
+    if is_a(value, types.FunctionType):
         if _is_foreign_function(value):
-            return
-        yield _Place(partial(_variables, value), partial(_put_variable, value)).put_back
-    elif not _is_looked_at(value):
+            return []
+        return [partial(places.of_function, value), partial(places.Object, value)]
+    found = [*_of_container(value, room)]
+    return [*found, partial(places.Object, value)] if _is_looked_at(value) else found
+
+
+def _of_container(value: Any, room: list[int]) -> Iterator[_Note]:
+    base: Any = next((b for b in _CONTAINERS if is_a(value, b)), None)
+    if base is None or base.__len__(value) > min(_LONG, room[0]):
         return
-    yield _Place(partial(_own, value), partial(_put_attribute, value)).put_back
+    room[0] -= base.__len__(value)
+    if base is dict:
+        yield partial(places.Items, value)
+    elif base is set:
+        yield partial(places.Set, value)
+    elif base is list or value.maxlen is not None:  # else another thread's, maybe
+        yield partial(places.Sequence, base, value)
 
 
-def _of_container(value: Any) -> Iterator[Callable[[], None]]:
-    """By the methods of the plain types: a subclass may have its own."""
-    if isinstance(value, dict):
-        of = OrderedDict if isinstance(value, OrderedDict) else dict
-        yield _Place(partial(dict.copy, value), partial(_put_item, of, value)).put_back
-    elif not isinstance(value, deque) or value.maxlen is not None:  # another thread's, maybe
-        base: Any = next(b for b in (list, set, deque) if isinstance(value, b))
-        yield partial(_refill, base, value, [*map(_held, base.__iter__(value))])
-
-
-def _refill(base: Any, value: Any, was: list[Any]) -> None:
-    now = [*base.__iter__(value)]
-    old = [_given(held) for held in was]
-    if len(now) != len(old) or any(a is not b for a, b in zip(now, old, strict=True)):
-        base.clear(value)
-        fill = base.update if base is set else base.extend
-        fill(value, [a for a, b in zip(old, was, strict=True) if a is not None or b is None])
-
-
-def _refill_array(array: Any, was: Any) -> None:
-    if array.tobytes() != was.tobytes():
-        array[...] = was
-
-
-def _put_item(base: Any, owner: Any, name: Any, value: Any) -> None:
-    if value is _ABSENT:
-        base.__delitem__(owner, name)
-    else:
-        base.__setitem__(owner, name, value)
-
-
-def _own(owner: Any) -> dict[str, Any]:
-    but = _MODULE_OWN if isinstance(owner, torch.nn.Module) else frozenset()
-    return dict(_attributes(owner, but))
-
-
-def _put_attribute(owner: Any, name: str, value: Any) -> None:
-    slot = dict(_slots_of(type(owner))).get(name)
-    if slot is None:
-        _put_item(dict, object.__getattribute__(owner, "__dict__"), name, value)
-    elif value is _ABSENT:
-        slot.__delete__(owner)
-    else:
-        slot.__set__(owner, value)
-
-
-def _of_class(kind: type) -> dict[str, Any]:
-    return {name: v for name, v in [*vars(kind).items()] if not name.startswith("__")}
-
-
-def _put_in_class(kind: type, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        type.__delattr__(kind, name)
-    else:
-        type.__setattr__(kind, name, value)
-
-
-def _variables(function: types.FunctionType) -> dict[Any, Any]:
-    """Of enclosing functions, by their place, and global ones."""
-    found: dict[Any, Any] = {}
-    for i, cell in enumerate(function.__closure__ or ()):
-        try:
-            found[i] = cell.cell_contents
-        except ValueError:
-            continue  # empty
-    space = function.__globals__
-    return found | {name: space[name] for name in _names_of(function.__code__) if name in space}
-
-
-def _put_variable(function: types.FunctionType, name: Any, value: Any) -> None:
-    if isinstance(name, str):
-        _put_item(dict, function.__globals__, name, value)
-    elif value is _ABSENT:
-        del function.__closure__[name].cell_contents  # type: ignore[index]
-    else:
-        function.__closure__[name].cell_contents = value  # type: ignore[index]
+def _of_array(value: Any, room: list[int]) -> Iterator[_Note]:
+    base = places.base_of_array(value)
+    plain = base.view(value, base)
+    if 0 in plain.strides or plain.dtype.hasobject or not plain.flags.writeable:
+        return  # of a broadcast array several items are one
+    if plain.nbytes <= min(_SMALL, room[1]):
+        room[1] -= plain.nbytes
+        yield partial(places.Array, value)
+        if type(value) is not base:
+            yield partial(places.Object, value)
