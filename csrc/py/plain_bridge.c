@@ -255,7 +255,14 @@ oomkit_attribute_facts(PyObject *tensor, int64_t dim, oomkit_tensor_facts *facts
 int
 oomkit_tensor_is_leaf(PyObject *tensor, const oomkit_tensor_facts *facts)
 {
-    return facts->is_leaf >= 0 ? facts->is_leaf : attribute_truth(tensor, "is_leaf");
+    int leaf =
+        facts->is_leaf >= 0 ? facts->is_leaf : attribute_truth(tensor, "is_leaf");
+
+    if (leaf < 0 && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear(); /* a view whose base has been written to: it has a graph */
+        return 0;
+    }
+    return leaf;
 }
 
 /* --- tensors, as the bridge's table has them --- */

@@ -37,7 +37,7 @@ __all__ = [
     "of_module",
 ]
 
-_SMALL = 1 << 20  # bytes of a tensor whose value is kept when its graph goes
+_SMALL = 1 << 16  # bytes of a tensor whose value is kept when its graph goes
 _ABSENT = object()
 _GONE = object()
 
@@ -65,7 +65,7 @@ def _held(value: Any) -> Any:
     graph = _Graph(value)
     graph.value = _GONE
     if type(value) is torch.Tensor and value.nbytes <= _SMALL and not _len_torch_dispatch_stack():
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), contextlib.suppress(RuntimeError):
             graph.value = value.detach()
     return graph
 

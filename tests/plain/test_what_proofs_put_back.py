@@ -157,6 +157,15 @@ class Strict(torch.Tensor):
         raise RuntimeError("no function knows it")
 
 
+def _overwritten() -> torch.Tensor:
+    """A view that raises an error where it is asked for its graph."""
+    base = torch.zeros(2, 3, requires_grad=True) * 1
+    view = base.unbind(0)[0]
+    with torch.no_grad():
+        base.add_(1)
+    return view
+
+
 kept = Endless([1])
 ODD: dict[str, Callable[[], Any]] = {
     "a mock of a list": lambda: mock.MagicMock(spec=list),
@@ -171,6 +180,7 @@ ODD: dict[str, Callable[[], Any]] = {
     "a dict without a length": lambda: Table(a=1),
     "an array that is not copied": lambda: np.zeros(3).view(Uncopied),
     "broadcast arrays": lambda: np.broadcast_arrays(np.zeros(3), np.zeros((2, 3)))[0],
+    "a view whose base has been written to": _overwritten,
     "a tensor of its own": lambda: torch.zeros(2).as_subclass(Strict),
 }
 
