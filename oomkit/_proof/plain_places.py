@@ -141,25 +141,28 @@ class Object(Names):
 
     def __init__(self, owner: Any) -> None:
         self._owner, self._kind = owner, type(owner)
-        super().__init__(self._attributes, self._set)
+        # No methods of its own, with which it would be part of a cycle.
+        super().__init__(partial(_own, owner), partial(_put_attribute, owner))
 
     def put_back(self) -> None:
         if type(self._owner) is not self._kind:
             object.__setattr__(self._owner, "__class__", self._kind)
         super().put_back()
 
-    def _attributes(self) -> dict[str, Any]:
-        but = _MODULE_OWN if is_a(self._owner, torch.nn.Module) else frozenset()
-        return dict(reversed(_attributes(self._owner, but)))
 
-    def _set(self, name: str, value: Any) -> None:
-        slot = dict(reversed(_slots_of(type(self._owner)))).get(name)
-        if slot is None:
-            _set_item(object.__getattribute__(self._owner, "__dict__"), name, value)
-        elif value is _ABSENT:
-            slot.__delete__(self._owner)
-        else:
-            slot.__set__(self._owner, value)
+def _own(owner: Any) -> dict[str, Any]:
+    but = _MODULE_OWN if is_a(owner, torch.nn.Module) else frozenset()
+    return dict(reversed(_attributes(owner, but)))
+
+
+def _put_attribute(owner: Any, name: str, value: Any) -> None:
+    slot = dict(reversed(_slots_of(type(owner)))).get(name)
+    if slot is None:
+        _set_item(object.__getattribute__(owner, "__dict__"), name, value)
+    elif value is _ABSENT:
+        slot.__delete__(owner)
+    else:
+        slot.__set__(owner, value)
 
 
 class Items:
