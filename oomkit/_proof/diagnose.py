@@ -23,6 +23,9 @@ _DOUBLE = 1e-9
 _NOISE = 0.2  # dropout masks and batch statistics differ between a slice and its halves
 _CANCELS = 1e-3  # rows of size 1 that cancel to less than this leave mostly rounding
 _NODES = 400  # of a graph that is searched for changes of precision; they free one another in turn
+# Nodes of functions with a dtype=, which cast inside: there is no node of the cast.
+_CASTING = ("Sum", "Mean", "Prod", "Cumsum", "Cumprod", "Softmax", "LogSoftmax")
+_CASTING_NODES = frozenset(f"{name}Backward{i}" for name in _CASTING for i in (0, 1))
 
 
 def uneven_labels(leaf: torch.Tensor, dim: int, lengths: list[int]) -> bool:
@@ -59,13 +62,14 @@ def _precision(loss: torch.Tensor) -> str:
         node = work.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "ToCopyBackward0":
-            kinds = _cast(node)
+        name = node.name()
+        kinds = _cast(node) if name == "ToCopyBackward0" or name in _CASTING_NODES else set()
+        if name == "ToCopyBackward0" or len(kinds) > 1:
             if not kinds <= _WIDE:
                 return "half"
             if torch.float32 in kinds:
                 found = found or "single"
-        if isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in node.name():
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or "CppNode" in name:
             found = "own"
         seen.add(node)
         work.extend(following for following, _ in node.next_functions)

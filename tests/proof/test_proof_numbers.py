@@ -229,3 +229,24 @@ def test_a_text_is_refused_before_the_update(rows: int) -> None:
     with pytest.raises(oomkit.SplitError, match="join="):
         decorated(*_batch(0))
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("reduced", ["sum", "mean"])
+def test_a_part_of_the_loss_in_single_precision_of_a_program_in_double(reduced: str) -> None:
+    """``sum(dtype=torch.float32)``, as in the label smoothing of transformers, casts inside."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(32, 500, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    @oomkit.auto_batch(accumulation_steps=3)
+    def step(x: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        logs = -model(x).log_softmax(-1)
+        rough = getattr(logs, reduced)(-1, dtype=torch.float32)
+        loss = logs[:, 0].mean() + rough.sum() / len(x)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    for _ in range(3):
+        step(torch.randn(384, 32, dtype=torch.float64))
