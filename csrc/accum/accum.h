@@ -62,8 +62,8 @@ oomkit_proof_wanted(oomkit_call *call);
  * batch, and micro-batches as (start, length). New list or NULL. */
 PyObject *
 oomkit_proof_leaves(const oomkit_call *call);
-/* A tensor that is sliced, by its number among the nodes of the batch, with its rows in
- * front; None where it cannot be counted. New reference or NULL. */
+/* A tensor that is sliced, by its number among the leaves, with its rows in front; None
+ * where it is not there or cannot be counted. New reference or NULL. */
 PyObject *
 oomkit_proof_leaf(const oomkit_call *call, Py_ssize_t index);
 PyObject *

@@ -7,7 +7,8 @@
 #include "../sizes/sizes.h"
 #include "../batch/batch.h"
 
-#define MISSED 3 /* calls in a row in which losses could not be compared */
+#define LENGTHS 32 /* bits: see oomkit/_proof/lengths.py */
+#define MISSED 3   /* calls in a row in which losses could not be compared */
 
 /* A batch of another structure, other participants, another mode or another way to run
  * the backward are proven anew; other sizes are not, unless verify=True. Never 0. */
@@ -513,13 +514,54 @@ oomkit_proof_known(oomkit_call *call)
     return found != NULL && known_fully(call, found);
 }
 
+/* A list of samples: how long each tensor in these is, as a list of (name, tensor). New
+ * reference or NULL. */
+static PyObject *
+leaf_lengths(const oomkit_call *call, Py_ssize_t index, PyObject *name)
+{
+    PyObject *found = NULL; /* owned */
+
+    EXEMPT (call->st) {
+        found = PyObject_CallMethod(call->st->proof, "lengths", "OO", name,
+                                    call->batch.nodes[index].object);
+    }
+    return found;
+}
+
+/* The number of the lengths `which` of a list among the leaves. */
+static Py_ssize_t
+lengths_leaf(Py_ssize_t index, Py_ssize_t which)
+{
+    return ((which + 1) << LENGTHS) + index;
+}
+
+/* As oomkit_proof_leaf(). */
+static PyObject *
+leaf_of_lengths(const oomkit_call *call, Py_ssize_t leaf)
+{
+    const Py_ssize_t which = (leaf >> LENGTHS) - 1;
+    const Py_ssize_t index = leaf & (((Py_ssize_t)1 << LENGTHS) - 1);
+    OWNED PyObject *found = index < call->batch.count
+                                ? leaf_lengths(call, index, call->st->str_params)
+                                : PyList_New(0);
+
+    if (found == NULL || which >= PyList_GET_SIZE(found)) {
+        return found == NULL ? NULL : Py_NewRef(Py_None);
+    }
+    return Py_NewRef(PyTuple_GET_ITEM(PyList_GET_ITEM(found, which), 1));
+}
+
 PyObject *
 oomkit_proof_leaf(const oomkit_call *call, Py_ssize_t index)
 {
-    PyObject *tensor = call->batch.nodes[index].object; /* borrowed */
-    const int64_t dim = oomkit_node_dim(call->options, &call->batch, index);
-    PyObject *moved = NULL; /* owned */
+    PyObject *tensor, *moved = NULL; /* borrowed, owned */
+    int64_t dim;
 
+    if (index >= call->batch.count) {
+        return leaf_of_lengths(call, index);
+    }
+    tensor = call->batch.nodes[index].object;
+    dim = oomkit_node_dim(call->options, &call->batch, index);
     if (dim <= 0) {
         return dim < 0 ? NULL : Py_NewRef(tensor);
     }
@@ -547,6 +589,49 @@ leaf_name(const oomkit_call *call, Py_ssize_t index, int sliced)
                : PyUnicode_FromFormat("%U.movedim(%lld, 0)", path, (long long)dim);
 }
 
+/* (number, name, tensor, is it sliced?) at the end of a list. 0 or -1. */
+static int
+leaves_add(PyObject *list, Py_ssize_t number, PyObject *name, PyObject *tensor,
+           int sliced)
+{
+    OWNED PyObject *item =
+        Py_BuildValue("nOOO", number, name, tensor, sliced ? Py_True : Py_False);
+
+    return item == NULL ? -1 : PyList_Append(list, item);
+}
+
+/* How long the tensors in a list of samples are. 0 or -1. */
+static int
+leaves_add_lengths(const oomkit_call *call, PyObject *list, Py_ssize_t index)
+{
+    OWNED PyObject *path = oomkit_node_path(&call->batch, call->step->names, index);
+    OWNED PyObject *found = path == NULL ? NULL : leaf_lengths(call, index, path);
+    Py_ssize_t i;
+
+    for (i = 0; found != NULL && i < PyList_GET_SIZE(found); i++) {
+        PyObject *both = PyList_GET_ITEM(found, i); /* borrowed */
+        if (leaves_add(list, lengths_leaf(index, i), PyTuple_GET_ITEM(both, 0),
+                       PyTuple_GET_ITEM(both, 1), 1) < 0) {
+            return -1;
+        }
+    }
+    return found == NULL ? -1 : 0;
+}
+
+/* A tensor of the batch. 0 or -1. */
+static int
+leaves_add_tensor(const oomkit_call *call, PyObject *list, Py_ssize_t index)
+{
+    const oomkit_node *node = &call->batch.nodes[index];
+    const int sliced = node->split == OOMKIT_SPLIT_NARROW;
+    OWNED PyObject *path = leaf_name(call, index, sliced), *leaf = NULL;
+
+    leaf = path == NULL ? NULL
+           : sliced     ? oomkit_proof_leaf(call, index)
+                        : Py_NewRef(node->object);
+    return leaf == NULL ? -1 : leaves_add(list, index, path, leaf, sliced);
+}
+
 PyObject *
 oomkit_proof_leaves(const oomkit_call *call)
 {
@@ -556,19 +641,10 @@ oomkit_proof_leaves(const oomkit_call *call)
 
     for (i = 0; list != NULL && i < batch->count; i++) {
         const oomkit_node *node = &batch->nodes[i];
-        const int sliced = node->split == OOMKIT_SPLIT_NARROW;
-        OWNED PyObject *path = NULL, *leaf = NULL, *item = NULL;
-        if (node->kind != OOMKIT_NODE_TENSOR) {
-            continue;
-        }
-        path = leaf_name(call, i, sliced);
-        leaf = path == NULL ? NULL
-               : sliced     ? oomkit_proof_leaf(call, i)
-                            : Py_NewRef(node->object);
-        if (leaf != NULL) {
-            item = Py_BuildValue("nOOO", i, path, leaf, sliced ? Py_True : Py_False);
-        }
-        if (item == NULL || PyList_Append(list, item) < 0) {
+        if ((node->kind == OOMKIT_NODE_TENSOR &&
+             leaves_add_tensor(call, list, i) < 0) ||
+            (node->split == OOMKIT_SPLIT_ITEMS &&
+             leaves_add_lengths(call, list, i) < 0)) {
             return NULL;
         }
     }

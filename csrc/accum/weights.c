@@ -209,8 +209,7 @@ rule_counts(oomkit_call *call, PyObject *rule)
     if (cut == NULL) {
         return NULL;
     }
-    tensor = leaf >= 0 && leaf < call->batch.count ? oomkit_proof_leaf(call, leaf)
-                                                   : Py_NewRef(Py_None);
+    tensor = leaf >= 0 ? oomkit_proof_leaf(call, leaf) : Py_NewRef(Py_None);
     EXEMPT (call->st) {
         if (tensor != NULL && tensor != Py_None && call->batch.dealt != NULL) {
             Py_SETREF(tensor,

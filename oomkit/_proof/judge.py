@@ -22,6 +22,7 @@ from .dealt import Dealt
 from .diagnose import Verification, advice, tolerance
 from .draws import Draws
 from .flows import Flows, hooks
+from .lengths import lengths
 from .numbers import Numbers
 from .plain_values import Step
 from .quiet import Quiet
@@ -91,7 +92,7 @@ class Proof:
         roots: weak references to the modules and optimizers that take part.
         params: the parameters, in the engine's order.
         entry: their gradients before the step, which accumulates on top of them.
-        tried: what an earlier proof has learnt of weights that are not in use.
+        tried: what an earlier proof has learnt of weights.
         step: what is called, and the arguments of the call.
     """
 
@@ -140,9 +141,9 @@ class Proof:
         self._gradients: set[str] = set()  # kinds of those that were compared
 
     # What the engine asks of graphs, in a proof and later.
-    flows = Flows
-    dealt = Dealt
+    flows, dealt = Flows, Dealt
     hooks = staticmethod(hooks)
+    lengths = staticmethod(lengths)
 
     # --- what the engine calls around the runs ---
 
@@ -548,8 +549,7 @@ class Proof:
 
     def _compare_bounds(self, whole: Run, made: Run) -> None:
         self._orders = order_rows(whole.bounds[0], made.bounds, self._orders)
-        name = of_the_batch(whole.bounds[0], made.bounds, self._loss_limit)
-        if name is not None:
+        if name := of_the_batch(whole.bounds[0], made.bounds, self._loss_limit):
             self._fail(
                 1.0,
                 f"{name}() clips a number that is computed from all rows; for fewer rows it may "

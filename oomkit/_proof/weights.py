@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .. import _C
 from .bounds import class_weights, ignored_labels
+from .lengths import FIRST
 
 __all__ = [
     "TOLD",
@@ -369,6 +370,10 @@ def _means(leaves: Leaves, modules: list[torch.nn.Module], tried: Tried) -> Iter
     for leaf, name, tensor, sliced in leaves:
         if not sliced or not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
             continue
+        if leaf >= FIRST:
+            if _is_open("values", leaf, tried):
+                yield Weigher("values", leaf, f"mean over as many as the sum of {name}", tensor)
+            continue
         if tensor.layout != torch.strided:
             continue
         labels = _Range(tensor) if tensor.dtype in _INTEGERS else None
@@ -404,7 +409,7 @@ def less_likely(
         residual: how far they are from the whole with these weights.
     """
     for leaf, name, tensor, sliced in leaves:
-        if sliced and isinstance(tensor, torch.Tensor) and tensor.ndim == 1:
+        if sliced and isinstance(tensor, torch.Tensor) and tensor.ndim == 1 and leaf < FIRST:
             if tensor.dtype in _INTEGERS and tensor.numel() and bool((tensor >= 0).all()):
                 yield Weigher("values", leaf, f"mean over as many as the sum of {name}", tensor)
     for weigher in _means(leaves, modules, tried):
@@ -460,6 +465,7 @@ def _labels(leaves: Leaves) -> list[tuple[int, torch.Tensor]]:
         (leaf, tensor)
         for leaf, _, tensor, sliced in leaves
         if sliced
+        and leaf < FIRST
         and isinstance(tensor, torch.Tensor)
         and tensor.ndim > 0
         and tensor.layout == torch.strided
