@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from .._code.module_buffers import is_compiling
-from .kept import Kept
-from .plain_values import PlainValues, Step
+from .put_back.kept import Kept
+from .put_back.plain_values import PlainValues, Step
 
 __all__ = ["Around"]
 

@@ -24,7 +24,7 @@ from .draws import Draws
 from .flows import Flows, hooks
 from .lengths import lengths
 from .numbers import Numbers
-from .plain_values import Step
+from .put_back.plain_values import Step
 from .quiet import Quiet
 from .residual import Products, left
 from .runs import Copies, Run, Update

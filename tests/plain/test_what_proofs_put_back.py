@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import oomkit
-from oomkit._proof.plain_values import PlainValues
+from oomkit._proof.put_back.plain_values import PlainValues
 from oomkit.testing import inject_oom
 
 Store = Callable[[Any], None]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack
 
-from .._code.side_effects import _MODULE_OWN, _attributes, _names_of, _slots_of
-from .._code.spots import is_a
+from ..._code.side_effects import _MODULE_OWN, _attributes, _names_of, _slots_of
+from ..._code.spots import is_a
 
 __all__ = [
     "Array",

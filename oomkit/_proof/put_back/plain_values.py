@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .._code.plain_state import _LIBRARIES
-from .._code.side_effects import (
+from ..._code.plain_state import _LIBRARIES
+from ..._code.side_effects import (
     _FOREIGN,
     _MODULE_OWN,
     _attributes,
@@ -31,7 +31,7 @@ from .._code.side_effects import (
     _undecorated,
     _unwrap,
 )
-from .._code.spots import (
+from ..._code.spots import (
     ITEMS,
     OWN_RULES,
     inside,

@@ -17,8 +17,8 @@ import torch
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import _C
-from .values import own
+from ... import _C
+from ..values import own
 
 __all__ = ["Kept"]
 
