@@ -117,6 +117,10 @@ oomkit_paths_graph(oomkit_call *call);
  * comes to a place that has had none but 0. 0, or -1 with an exception. */
 int
 oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge);
+/* The attempt is to begin again with a proof of that micro-batch: 1, or 0 where this
+ * call has proven its rows, or enough of others. */
+int
+oomkit_paths_prove_next(oomkit_call *call, int64_t at);
 /* A row of the micro-batch that is to be proven, or -1. */
 int64_t
 oomkit_paths_anchor(const oomkit_call *call);

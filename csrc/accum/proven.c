@@ -8,6 +8,7 @@
 #include "../batch/batch.h"
 
 #define LENGTHS 32 /* bits: see oomkit/_proof/lengths.py */
+#define PROOFS 4   /* in one call, of micro-batches whose numbers differ */
 #define MISSED 3   /* calls in a row in which losses could not be compared */
 
 /* A batch of another structure, other participants, another mode or another way to run
@@ -114,12 +115,12 @@ paths_place(const oomkit_call *call, uint64_t place)
     return oomkit_hash_mix(place, call->cut->paths.graphs) | 1;
 }
 
-/* Are the rows of the present micro-batch among those that this call has proven? */
+/* Are the rows of that micro-batch among those that this call has proven? */
 static int
-paths_are_proven(const oomkit_call *call)
+paths_are_proven(const oomkit_call *call, int64_t at)
 {
     const oomkit_paths *paths = &call->cut->paths;
-    const oomkit_slice *slice = &call->cut->slices[call->cut->at];
+    const oomkit_slice *slice = &call->cut->slices[at];
     Py_ssize_t i = 0;
 
     while (i < paths->count && (paths->proven[i].start > slice->start ||
@@ -133,7 +134,7 @@ paths_are_proven(const oomkit_call *call)
 static void
 paths_unseen(oomkit_call *call, oomkit_proven *found)
 {
-    if (!paths_are_proven(call)) {
+    if (!paths_are_proven(call, call->cut->at)) {
         found->unseen = 1;
         if (call->cut->paths.anchor == 0) {
             call->cut->paths.anchor = call->cut->slices[call->cut->at].start + 1;
@@ -179,7 +180,7 @@ oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge)
         return 0; /* another thread's call has taken its place */
     }
     if (!oomkit_hashes_have(&found->kinds, kind)) {
-        if (!paths_are_proven(call)) {
+        if (!paths_are_proven(call, call->cut->at)) {
             paths_unseen(call, found);
         } else if (oomkit_hashes_add(&found->kinds, kind) < 0) {
             return -1;
@@ -303,6 +304,17 @@ oomkit_paths_prove(oomkit_call *call, oomkit_slice rows)
     }
     paths->proven[paths->count++] = rows;
     return 0;
+}
+
+int
+oomkit_paths_prove_next(oomkit_call *call, int64_t at)
+{
+    if (call->cut->paths.count >= PROOFS || paths_are_proven(call, at)) {
+        return 0;
+    }
+    oomkit_proven_find(call)->level = OOMKIT_PROVEN_NOT;
+    call->cut->paths.anchor = call->cut->slices[at].start + 1;
+    return 1;
 }
 
 void

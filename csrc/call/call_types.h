@@ -403,6 +403,7 @@ typedef struct oomkit_cut {
     oomkit_paths paths;     /* of accum */
     PyObject *verification; /* of proof, owned: backwards and updates are withheld while
                                rows run without a graph; or NULL */
+    PyObject *terms;        /* of proof, owned: _proof.graphs.terms.Terms, or NULL */
     /* What follows is not zeroed at the begin. */
     oomkit_sequence sequence[2]; /* of the first micro-batch, and of the present one */
 } oomkit_cut;

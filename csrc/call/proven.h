@@ -67,7 +67,7 @@ typedef struct oomkit_proven {
 /* What the graphs of a call's micro-batches have that no proof has shown. */
 typedef struct oomkit_paths {
     oomkit_hashes kinds;  /* of edges, in the runs of a proof */
-    PyObject *flows;      /* owned: _proof.flows.Flows, or NULL */
+    PyObject *flows;      /* owned: _proof.graphs.flows.Flows, or NULL */
     uint64_t since;       /* a kind: hooks that were registered since the last call */
     uint64_t graphs;      /* of the present micro-batch, so far */
     uint64_t hooks;       /* that were registered before the first micro-batch */

@@ -51,7 +51,7 @@ flow_look(PyObject *self, PyObject *gradients)
 
 static PyMethodDef flow_method = {"flow", flow_look, METH_O, NULL};
 
-/* flow_hook(came, place): see oomkit._proof.flows. */
+/* flow_hook(came, place): see oomkit._proof.graphs.flows. */
 PyObject *
 oomkit_proof_flow_hook(PyObject *module, PyObject *args)
 {

@@ -254,6 +254,7 @@ proof_attempt_ends(oomkit_call *call)
 {
     if (call->proof == NULL && oomkit_call_is_cut(call)) {
         oomkit_paths_forget(call);
+        Py_CLEAR(call->cut->terms);
     }
 }
 
@@ -277,7 +278,9 @@ proof_micro_begins(oomkit_call *call)
 static int
 proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
 {
-    return call->proof == NULL ? 0 : proof_root(call, backward->roots);
+    return call->proof != NULL ? proof_root(call, backward->roots)
+           : call->split       ? oomkit_terms_note(call, backward->roots)
+                               : 0;
 }
 
 static int
@@ -310,8 +313,9 @@ path_differs_again(oomkit_call *call)
 static int
 proof_path(oomkit_call *call)
 {
-    const int is_new = oomkit_proof_is_new_path(call);
+    int is_new = oomkit_proof_is_new_path(call);
 
+    is_new = is_new == 0 ? oomkit_terms_are_new(call) : is_new;
     if (is_new <= 0) {
         return is_new;
     }

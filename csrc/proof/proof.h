@@ -333,4 +333,14 @@ oomkit_proof_coarsely(oomkit_proof *p);
 int
 oomkit_proof_put_back(oomkit_proof *p);
 
+/* --- terms.c --- */
+
+/* A backward of a micro-batch begins. 0 or -1. */
+int
+oomkit_terms_note(oomkit_call *call, PyObject *roots);
+/* At the end of the last micro-batch, or before its update: 1 where another proof is to
+ * tell of terms, with which the attempt begins again; 0, or -1 with SplitError. */
+int
+oomkit_terms_are_new(oomkit_call *call);
+
 #endif

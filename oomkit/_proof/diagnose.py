@@ -263,3 +263,14 @@ def advice(rules: list[tuple[str, str]], is_sum: bool, chooses: bool, hidden: bo
         'auto_batch, for a result that is joined wrongly pass join=. verify="warn" splits the '
         "step anyway"
     )
+
+
+def looks_like(ratios: list[float], wrong: int) -> str:
+    """Whether all gradients are as many times as large, in words; else nothing."""
+    if not ratios or wrong < len(ratios):
+        return ""
+    mean = sum(ratios) / len(ratios)
+    alike = max(abs(r - mean) for r in ratios) <= 0.02 * mean
+    if not 0.0 < mean < math.inf or not alike or abs(mean - 1.0) <= 0.02:
+        return ""
+    return f" (all gradients are {mean:.3g} times as large)"

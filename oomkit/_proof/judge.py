@@ -17,11 +17,12 @@ from .. import _C
 from .._code.module_buffers import is_compiling
 from . import values
 from .around import Around
-from .bounds import bounds, of_the_batch, order_rows
 from .dealt import Dealt
-from .diagnose import Verification, advice, tolerance
+from .diagnose import Verification, advice, looks_like, tolerance
 from .draws import Draws
-from .flows import Flows, hooks
+from .graphs.bounds import bounds, of_the_batch, order_rows
+from .graphs.flows import Flows, hooks
+from .graphs.terms import Terms, learn_terms, note_terms
 from .lengths import lengths
 from .numbers import Numbers
 from .put_back.plain_values import Step
@@ -112,6 +113,7 @@ class Proof:
         self._quiet = Quiet()
         self._is_hidden = False
         self._orders = 0  # order_rows(): rows are put in order
+        self._in_doubt = False  # see learn_terms()
         self.draws = Draws()
         self.around = Around(params, step)
         self._runs: dict[str, Run] = {}
@@ -141,7 +143,7 @@ class Proof:
         self._gradients: set[str] = set()  # kinds of those that were compared
 
     # What the engine asks of graphs, in a proof and later.
-    flows, dealt = Flows, Dealt
+    flows, dealt, terms = Flows, Dealt, Terms
     hooks = staticmethod(hooks)
     lengths = staticmethod(lengths)
 
@@ -203,9 +205,8 @@ class Proof:
             self._note_loss(tensor)
             if len(tensors) == 1 and tensor.numel() == 1:
                 value = float(tensor.detach())
-        while len(run.losses) <= len(run.rows):
-            run.losses.append([])
-            run.bounds.append([])
+        run.begin_slice()
+        note_terms(run.terms[-1], roots)
         run.losses[-1].append(value)
         run.bounds[-1] += [b for t in tensors if isinstance(t, torch.Tensor) for b in bounds(t)]
 
@@ -320,9 +321,7 @@ class Proof:
     def result(self, result: Any, loss: Any, rows: int, weight: float, is_sum: bool) -> None:
         """The end of a micro-batch."""
         run = self._runs[self._now]
-        while len(run.losses) <= len(run.rows):
-            run.losses.append([])
-            run.bounds.append([])
+        run.begin_slice()
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             self._note_loss(loss)
             run.bounds[-1] += bounds(loss)
@@ -466,18 +465,8 @@ class Proof:
         self._fail(
             wrong[0][0],
             f"the gradient of {shown}{more}{where} differs by {wrong[0][0]:.2g} of its norm"
-            f"{self._looks_like(ratios, len(wrong))}",
+            f"{looks_like(ratios, len(wrong))}",
         )
-
-    @staticmethod
-    def _looks_like(ratios: list[float], wrong: int) -> str:
-        if not ratios or wrong < len(ratios):
-            return ""
-        mean = sum(ratios) / len(ratios)
-        alike = max(abs(r - mean) for r in ratios) <= 0.02 * mean
-        if not 0.0 < mean < math.inf or not alike or abs(mean - 1.0) <= 0.02:
-            return ""
-        return f" (all gradients are {mean:.3g} times as large)"
 
     def _compare_update(self, index: int, made: Update) -> None:
         whole = self._runs[self._base].updates
@@ -661,7 +650,11 @@ class Proof:
                 self._compare_unjoined(whole, made)
         size, text = self._worst
         self._worst = (0.0, "")
-        return text if size else None
+        if size:
+            return text
+        made_of = zip(made.rows, made.weights, made.terms, strict=False)
+        self._in_doubt |= learn_terms(self.tried, whole.terms[0], list(made_of))
+        return None
 
     def coupled(self) -> str | None:
         """What differs where rows are dealt to the micro-batches in another way, or None."""
@@ -732,8 +725,8 @@ class Proof:
     def decides(self) -> bool:
         """Whether other gradients would have shown: not where all are 0, or one is not finite, or
         rows are put in an order, which shows nothing while their values are equal, or are chosen by
-        chance, which may choose alike."""
-        in_doubt = self._orders or self.draws.chooses
+        chance, which may choose alike, or a sum is divided by 1, which may have been a count."""
+        in_doubt = self._in_doubt or self._orders or self.draws.chooses
         return not (in_doubt or "odd" in self._gradients or self.is_silent)
 
     @property

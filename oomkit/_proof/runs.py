@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from . import values
-from .bounds import Bound
+from .graphs.bounds import Bound
+from .graphs.terms import Part
 
 __all__ = ["Copies", "Run", "Update"]
 
@@ -71,6 +72,7 @@ class Run:
         "seen",
         "sweeps",
         "swept",
+        "terms",
         "updates",
         "weights",
     )
@@ -87,8 +89,16 @@ class Run:
         self.first: dict[int, torch.Tensor] = {}  # and what it was
         self.losses: list[list[float]] = []  # of each backward, by micro-batch
         self.bounds: list[list[Bound]] = []  # by micro-batch
+        self.terms: list[Part] = []  # of its losses, by micro-batch
         self.results: dict[str, Any] = {}
         self.each: list[dict[str, Any]] = []  # results of micro-batches
         self.rows: list[int] = []
         self.weights: list[float] = []
         self.is_sum = False  # weights are 1
+
+    def begin_slice(self) -> None:
+        """The present micro-batch has a place in what is kept by micro-batch."""
+        while len(self.losses) <= len(self.rows):
+            self.losses.append([])
+            self.bounds.append([])
+            self.terms.append({})

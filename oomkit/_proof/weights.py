@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from .. import _C
-from .bounds import class_weights, ignored_labels
+from .graphs.bounds import class_weights, ignored_labels
 from .lengths import FIRST
 
 __all__ = [

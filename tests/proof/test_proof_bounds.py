@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
-from oomkit._proof.reach import reached
+from oomkit._proof.graphs.reach import reached
 
 SEED, ROWS = 3, 8
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]

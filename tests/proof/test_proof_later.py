@@ -16,9 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
+from oomkit._proof.graphs.terms import Terms
 from proof.test_proof_one_row_fits import Normed
 
 ROWS, LATER, CALLS = 64, 5, 7
+TAMED = 1.42  # between losses of halves
 Term = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -180,17 +182,140 @@ def test_an_error_of_the_step_does_not_settle_what_was_new() -> None:
         protected(x, y)
 
 
+Number = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+
+def _factor(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    return _plain(out, y) * (out.detach().std().item() if late else 1.0)
+
+
+def _kept(losses: torch.Tensor, late: bool) -> torch.Tensor:
+    return losses.detach() > (1.3 if late else -1.0)
+
+
+def _hard_by_hand(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    losses = F.cross_entropy(out, y, reduction="none")
+    kept = _kept(losses, late)
+    return (losses * kept).sum() / kept.sum().clamp(min=1)
+
+
+def _hard_mean(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    losses = F.cross_entropy(out, y, reduction="none")
+    kept = _kept(losses, late)
+    return losses[kept].mean() if bool(kept.any()) else losses[kept].sum() * 1.0
+
+
+def _hard_squares(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    kept = _kept(F.cross_entropy(out, y, reduction="none"), late)
+    return F.mse_loss(out[kept], F.one_hot(y, 4).double()[kept])
+
+
+def _matched(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    found = sum(1 for each in out.tolist() if late and each[0] > -0.5)
+    return F.cross_entropy(out, y, reduction="sum") / max(1, found)
+
+
+def _tamed(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    loss = _plain(out, y)
+    return loss * (0.1 if late and loss.item() > TAMED else 1.0)
+
+
+def _numbered(later: Number) -> Program:
+    """The same operations in each call, with other numbers."""
+    program = Program(_plain)
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        program.runs.append(len(x))
+        return later(program.model(x), y, program.number >= LATER)
+
+    program.loss = loss  # type: ignore[method-assign]
+    return program
+
+
+@pytest.mark.parametrize("steps", [2, 5, ROWS // 2])  # no count is more than 1 of one row
+@pytest.mark.parametrize(
+    "later", [_factor, _hard_by_hand, _hard_mean, _hard_squares, _matched, _tamed]
+)
+def test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update(
+    later: Number, steps: int
+) -> None:
+    """A loss is divided by what the step counts, or multiplied by what a value of it decides."""
+    program = _numbered(later)
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        program.train(accumulation_steps=steps)
+    assert program.number == LATER
+    plain = _numbered(later)
+    plain.train(LATER)
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def _annealed(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    return _plain(out, y) + (0.5 if late else 0.25) * F.log_softmax(out, 1).square().mean()
+
+
+def _share(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    losses = F.cross_entropy(out, y, reduction="none")
+    kept = _kept(losses, late)
+    return losses[kept].mean() * kept.double().mean()
+
+
+def _by_sample(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    lengths = (1 + y).tolist() if late else [4] * len(y)
+    means = [row[:n].square().mean() for row, n in zip(out, lengths, strict=True)]
+    return torch.stack(means).mean() + sum(means[:3]) * 0.0
+
+
+@pytest.mark.parametrize("later", [_annealed, _share, _by_sample])
+def test_numbers_that_may_change_are_proven_once(later: Number) -> None:
+    program, plain = _numbered(later), _numbered(later)
+    made = program.train(3 * LATER, accumulation_steps=2)
+    plain.train(3 * LATER)
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+    assert all(count == 2 for count in made[LATER + 3 :]), made
+
+
+def test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update() -> None:
+    """A sum over `max(1, n)` was a plain sum so far, and is one in each micro-batch."""
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 4, dtype=torch.float64)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor) -> None:
+        found = int((x[:, 0] > 50.0).sum())
+        optimizer.zero_grad()
+        (torch.tanh(model(x)).square().sum() / max(1, found)).backward()
+        optimizer.step()
+
+    for _ in range(LATER):
+        step(x)
+    x[1, 0] = x[9, 0] = 100.0
+    before = model.weight.detach().clone()
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        step(x)
+    assert torch.equal(model.weight, before)
+
+
+def test_numbers_that_no_proof_explains_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Terms, "strays", lambda self, tried: [1, 0])
+    program = Program(_plain)
+    before = program.values()
+    with pytest.raises(oomkit.SplitError, match="which no proof of their rows explains"):
+        program.train(1, accumulation_steps=2)
+    assert all(map(torch.equal, before, program.values()))
+    with pytest.warns(oomkit.OomkitWarning, match="could not be verified"):
+        program.train(1, accumulation_steps=2, verify="warn")
+
+
 def test_what_the_graph_does_not_show_is_found_by_losses() -> None:
-    """A factor out of the batch: the operations are the same."""
+    """A factor out of the batch, of each element: the operations are the same."""
 
-    def scaled(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return _plain(out * 1.0, y) * out.detach().std().item()
+    def scaled(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+        return _plain(out * (out.detach().std().item() if late else 1.0), y)
 
-    def always(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return scaled(out, y) if program.number >= LATER else _plain(out * 1.0, y) * 1.0
-
-    program = Program(always)
-    program.loss = lambda x, y: always(program.model(x), y)  # type: ignore[method-assign]
+    program = _numbered(scaled)
     with pytest.raises(oomkit.SplitError, match="cannot split"):
         program.train(9, accumulation_steps=2)
     assert program.number == 7  # the eighth call

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
-from oomkit._proof.flows import Flows
+from oomkit._proof.graphs.flows import Flows
 
 ROWS, LATER, CALLS = 64, 4, 7  # losses are compared in calls 2 and 4
 _G = torch.Generator().manual_seed(1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from .. import _C
+from ... import _C
 
 __all__ = ["Flows", "hooks"]
 

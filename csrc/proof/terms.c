@@ -1,0 +1,89 @@
+/* What micro-batches multiply the terms of their losses by, beside what proofs have
+ * shown: see oomkit._proof.graphs.terms. */
+#include "../accum/accum.h"
+#include "../call/call.h"
+#include "../optim/updating.h"
+#include "proof.h"
+
+int
+oomkit_terms_note(oomkit_call *call, PyObject *roots)
+{
+    oomkit_cut *cut = call->cut;
+    OWNED PyObject *done = NULL;
+
+    if (!oomkit_paths_watched(call)) {
+        return 0;
+    }
+    EXEMPT (call->st) {
+        if (cut->terms == NULL) {
+            cut->terms = PyObject_CallMethod(call->st->proof, "terms", NULL);
+        }
+        if (cut->terms != NULL) {
+            done = PyObject_CallMethod(
+                cut->terms, "note", "OLLd", roots, (long long)cut->at,
+                (long long)cut->slices[cut->at].length, cut->weights[cut->at]);
+        }
+    }
+    return done == NULL ? -1 : 0;
+}
+
+/* They differ however often that is proven. 0 or -1. */
+static int
+terms_refuse(oomkit_call *call)
+{
+    if (call->options->verify == OOMKIT_VERIFY_WARN) {
+        return oomkit_warn(
+            call->st->OomkitWarning, 1,
+            "oomkit: %U is split (verify=\"warn\"), but a number that its loss is "
+            "multiplied or divided by differs between micro-batches in a way that "
+            "could not be verified" SEE("micro-batches-differ"),
+            call->options->label);
+    }
+    return oomkit_refuse_split(
+        call, "its loss is multiplied or divided by a number that differs between "
+              "micro-batches, which no proof of their rows explains: the step counts "
+              "rows itself, or decides by a value of the loss. Pass weight= to "
+              "auto_batch, or what is counted as an argument of the step" SEE(
+                  "micro-batches-differ"));
+}
+
+/* New list of micro-batches, the oddest first, or NULL. */
+static PyObject *
+terms_stray(oomkit_call *call, const oomkit_proven *found)
+{
+    PyObject *odd = NULL; /* owned, returned */
+
+    EXEMPT (call->st) {
+        odd = PyObject_CallMethod(call->cut->terms, "strays", "O", found->tried);
+    }
+    return odd;
+}
+
+int
+oomkit_terms_are_new(oomkit_call *call)
+{
+    oomkit_proven *found;
+    OWNED PyObject *odd = NULL;
+    Py_ssize_t i;
+
+    if (call->proof != NULL || !call->is_last || !oomkit_paths_watched(call) ||
+        call->cut->terms == NULL) {
+        return 0;
+    }
+    found = oomkit_proven_find(call);
+    odd = found->tried == NULL ? PyList_New(0) : terms_stray(call, found);
+    if (odd == NULL || PyList_GET_SIZE(odd) == 0) {
+        return odd == NULL ? -1 : 0;
+    }
+    if (oomkit_updates_made(call) > 0 || oomkit_update_is_final(call)) {
+        found->unseen = 1; /* it is the next call that is proven */
+        return 0;
+    }
+    for (i = 0; i < PyList_GET_SIZE(odd); i++) {
+        const int64_t at = PyLong_AsLongLong(PyList_GET_ITEM(odd, i));
+        if (oomkit_paths_prove_next(call, at)) {
+            return 1;
+        }
+    }
+    return terms_refuse(call);
+}

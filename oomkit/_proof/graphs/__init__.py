@@ -1,0 +1,1 @@
+"""What the graph of a backward tells: bounds, flows of gradients, and coefficients of a loss."""

@@ -1,0 +1,244 @@
+"""What a loss multiplies its terms by, which a proof shows of its own rows alone.
+
+A mean over the rows of a micro-batch divides a sum by their number, and the weight of the
+micro-batch makes that the number of all rows. Where the step divides by a number that it computes
+itself (hard examples, matched boxes), or multiplies by one that depends on a value of the loss,
+weights fit while that number is as it was in the proof, and no argument of the step tells when it
+no longer is. The graph of the loss does: its first functions keep these numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["Part", "Terms", "learn_terms", "note_terms"]
+
+_MOST = 64  # terms of one loss: what has more is summed up over samples
+_STEPS = 256  # functions of it
+_KNOWN = 1024  # terms of a site
+_EQUAL = 1e-5  # relative: one element more or less of so many
+_SAME = frozenset({"Clone", "Neg", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View"})
+_SUMS = frozenset({"Add", "Sub"})
+# A sum over rows, whose coefficient times the weight is the same in all micro-batches, or what
+# they share, like a penalty on parameters, whose coefficient is the same.
+_OF_ROWS, _SHARED = 1, 2
+
+Path = tuple[int, ...]
+# By term: what it is multiplied by, the same without the number of elements of a mean, and what
+# it was divided by last; nan where by nothing.
+Part = dict[Path, list[Any]]
+_Made = tuple[int, float, Part]  # rows and weight of a micro-batch, and its terms
+
+
+def _number(value: Any) -> Any:
+    """A number, or a tensor of one element on a device, which nothing waits for; else None."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        return None
+    return value.item() if value.device.type == "cpu" else value.detach().reshape(())
+
+
+def _over(by: Any, number: Any) -> Any:
+    if isinstance(by, torch.Tensor) or isinstance(number, torch.Tensor):
+        return by / number
+    return by / number if number else math.nan
+
+
+def _elements(node: Any, kind: str) -> Any:
+    """Of how many elements a function makes the mean; None where it makes none."""
+    if kind == "Mean":
+        return node._saved_self_sym_numel
+    if getattr(node, "_saved_reduction", None) != 1:
+        return None
+    if hasattr(node, "_saved_total_weight"):
+        return _number(node._saved_total_weight)
+    of, at = node.next_functions[0]
+    return None if of is None else math.prod(of._input_metadata[at].shape)
+
+
+def _steps(node: Any, kind: str, by: Any, over: Any) -> Iterator[tuple[int, Any, Any]]:
+    """The arguments of a function that the loss is linear in, their coefficients and divisors."""
+    there = [of is not None for of, _ in node.next_functions]
+    if kind in _SUMS or kind in _SAME:
+        yield from ((at, by, over) for at, is_there in enumerate(there) if is_there)
+    elif kind == "Div" and there[0]:
+        other = _number(node._saved_other)
+        if other is not None:
+            yield 0, _over(by, other), other
+    elif kind == "Mul":
+        for at, is_there in enumerate(there):
+            saved = ("_saved_other", "_saved_self")[at]
+            other = _number(getattr(node, saved)) if is_there else None
+            if other is not None:
+                yield at, by * other, over
+
+
+def _terms(root: torch.Tensor) -> Iterator[tuple[Path, list[Any]]]:
+    """Terms of a loss: where each is in the graph, and see `Part`."""
+    work: list[tuple[Any, Path, Any, Any]] = [(root.grad_fn, (), 1.0, math.nan)]
+    for _ in range(_STEPS):
+        if not work:
+            return
+        node, path, by, over = work.pop()
+        kind = node.name().partition("Backward")[0]
+        found = [
+            (of, (*path, at), value, divisor)
+            for at, value, divisor in _steps(node, kind, by, over)
+            for of, nr in (node.next_functions[at],)
+            if math.prod(of._input_metadata[nr].shape) == 1
+        ]
+        work += found
+        if not found:
+            elements = _elements(node, kind)
+            yield path, [by if elements is None else _over(by, elements), by, over]
+
+
+def note_terms(part: Part, roots: Any) -> None:
+    """An outermost backward of a micro-batch begins.
+
+    Args:
+        part: its terms so far.
+        roots: what the backward begins with.
+    """
+    number = len({path[0] for path in part})
+    for at, root in enumerate(roots if isinstance(roots, (tuple, list)) else (roots,)):
+        if not isinstance(root, torch.Tensor) or root.numel() != 1 or root.grad_fn is None:
+            continue
+        try:
+            # A checkpoint would run again, only to give a number that it has saved.
+            with torch.autograd.graph.disable_saved_tensors_hooks("oomkit reads a number"):
+                found = list(itertools.islice(_terms(root), _MOST + 1))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # so that; or freed, or written to, which the backward says itself
+            continue
+        if len(found) <= _MOST:
+            part.update({(number, at, *path): term for path, term in found})
+
+
+def _read(parts: list[Part]) -> None:
+    """What is on devices, of which each waits once."""
+    waiting: dict[torch.device, list[tuple[list[Any], int]]] = {}
+    for term in (term for part in parts for term in part.values()):
+        for at, value in enumerate(term):
+            if isinstance(value, torch.Tensor):
+                waiting.setdefault(value.device, []).append((term, at))
+    for each in waiting.values():
+        numbers = torch.stack([term[at] for term, at in each]).tolist()
+        for (term, at), number in zip(each, numbers, strict=True):
+            term[at] = number
+
+
+def _close(one: float, two: float) -> bool:
+    return abs(one - two) <= _EQUAL * max(abs(one), abs(two))
+
+
+def _relation(weights: list[float], values: list[float], whole: float | None = None) -> int:
+    """What the coefficients of one term in micro-batches are to one another."""
+    made = [weight * value for weight, value in zip(weights, values, strict=True)]
+    of_rows = all(_close(made[0] if whole is None else whole, each) for each in made)
+    shared = all(_close(values[0] if whole is None else whole, each) for each in values)
+    return _OF_ROWS * of_rows + _SHARED * shared
+
+
+def _apart(weights: list[float], values: list[float]) -> list[float]:
+    """How far each micro-batch is from the middle one."""
+    made = [weight * value for weight, value in zip(weights, values, strict=True)]
+    middle = statistics.median(made)
+    return [abs(each - middle) if math.isfinite(each) else math.inf for each in made]
+
+
+def _figure(relation: int, path: Path, made: list[_Made]) -> float:
+    """What is the same in calls with other rows; nan where nothing is expected to be."""
+    rows, weight, part = made[0]
+    by, plain, _ = part[path]
+    if relation & _SHARED:
+        return float(by)
+    total = sum(each[0] for each in made)
+    if not all(_close(each[1], each[0] / total) for each in made):
+        return math.nan
+    return float(by * rows if by == plain else plain)
+
+
+def learn_terms(tried: dict[tuple[Any, ...], float], whole: Part, made: list[_Made]) -> bool:
+    """A proof has shown that these parts make the whole: so their terms may be to one another.
+
+    Args:
+        tried: what the proofs of the site have learnt.
+        whole: terms of the whole.
+        made: its parts: rows, weight and terms of each.
+
+    Returns:
+        Whether that may be by chance: a sum that is divided by `max(1, n)`, where n is 1 at most.
+    """
+    _read([whole, *(part for *_, part in made)])
+    for path in {*whole, *(path for *_, part in made for path in part)}:
+        relation, figure = 0, math.nan
+        if path in whole and all(path in part for *_, part in made):
+            weights = [weight for _, weight, _ in made]
+            values = [part[path][0] for *_, part in made]
+            relation = _relation(weights, values, whole[path][0])
+            figure = _figure(relation, path, made) if relation else math.nan
+        known = tried.get(("term", path))
+        if known is not None:
+            relation &= int(known)
+            before = tried["factor", path]
+            figure = figure if _close(before, figure) else math.nan
+        tried["term", path], tried["factor", path] = float(relation), figure
+    return all(each[1] == 1.0 for each in made) and any(over == 1 for _, _, over in whole.values())
+
+
+class Terms:
+    """Those of the micro-batches of an attempt, beside what proofs have shown."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        self._made: list[_Made] = []
+
+    def note(self, roots: Any, at: int, rows: int, weight: float) -> None:
+        """An outermost backward of micro-batch `at` begins."""
+        while len(self._made) <= at:
+            self._made.append((rows, weight, {}))
+        note_terms(self._made[at][2], roots)
+
+    def strays(self, tried: dict[tuple[Any, ...], float]) -> list[int]:
+        """Micro-batches that have, beside the others, what no proof has shown, the oddest first.
+
+        Args:
+            tried: what the proofs of the site have learnt. That a number has changed in all
+                micro-batches is noted in it, for programs may change it as they like; it is
+                proven once.
+        """
+        known = sum(key[0] == "term" for key in tried)
+        numbers = [at for at, each in enumerate(self._made) if each[1] != 0.0]
+        counted = [self._made[at] for at in numbers]  # others are means over nothing
+        if not counted or not 0 < known < _KNOWN:
+            return []
+        _read([part for *_, part in counted])
+        odd: dict[int, float] = {}
+        for path in {path for *_, part in counted for path in part}:
+            expected = int(tried.get(("term", path), 0))
+            if not expected:
+                continue
+            missing = [at for at in numbers if path not in self._made[at][2]]
+            if missing:
+                odd.update(dict.fromkeys(missing, math.inf))
+                continue
+            weights = [weight for _, weight, _ in counted]
+            values = [part[path][0] for *_, part in counted]
+            relation = _relation(weights, values) & expected
+            if not relation:
+                odd.update(zip(numbers, _apart(weights, values), strict=True))
+            figure, before = _figure(relation, path, counted), tried["factor", path]
+            if relation and not math.isnan(before) and not _close(figure, before):
+                tried["factor", path] = math.nan
+                odd.setdefault(len(self._made) - 1, 0.0)
+        return sorted(odd, key=lambda at: -odd[at])
