@@ -140,24 +140,27 @@ def _close(one: float, two: float) -> bool:
     return abs(one - two) <= _EQUAL * max(abs(one), abs(two))
 
 
-def _relation(weights: list[float], values: list[float], whole: float | None = None) -> int:
-    """What the coefficients of one term in micro-batches are to one another."""
-    made = [weight * value for weight, value in zip(weights, values, strict=True)]
+def _relation(path: Path, parts: list[_Made], whole: float | None = None) -> int:
+    """What the coefficients of one term in micro-batches are to one another.
+
+    Those without it add 0 to a sum over rows, as in `if mask.any(): loss += ...`."""
+    values = [part[path][0] for *_, part in parts if path in part]
+    made = [weight * part[path][0] for _, weight, part in parts if path in part]
     of_rows = all(_close(made[0] if whole is None else whole, each) for each in made)
     shared = all(_close(values[0] if whole is None else whole, each) for each in values)
-    return _OF_ROWS * of_rows + _SHARED * shared
+    return _OF_ROWS * of_rows + _SHARED * (shared and len(values) == len(parts))
 
 
-def _apart(weights: list[float], values: list[float]) -> list[float]:
+def _apart(path: Path, parts: list[_Made]) -> list[float]:
     """How far each micro-batch is from the middle one."""
-    made = [weight * value for weight, value in zip(weights, values, strict=True)]
+    made = [weight * part[path][0] if path in part else 0.0 for _, weight, part in parts]
     middle = statistics.median(made)
     return [abs(each - middle) if math.isfinite(each) else math.inf for each in made]
 
 
 def _figure(relation: int, path: Path, made: list[_Made]) -> float:
     """What is the same in calls with other rows; nan where nothing is expected to be."""
-    rows, weight, part = made[0]
+    rows, part = next((rows, part) for rows, _, part in made if path in part)
     by, plain, _ = part[path]
     if relation & _SHARED:
         return float(by)
@@ -181,10 +184,10 @@ def learn_terms(tried: dict[tuple[Any, ...], float], whole: Part, made: list[_Ma
     _read([whole, *(part for *_, part in made)])
     for path in {*whole, *(path for *_, part in made for path in part)}:
         relation, figure = 0, math.nan
-        if path in whole and all(path in part for *_, part in made):
-            weights = [weight for _, weight, _ in made]
-            values = [part[path][0] for *_, part in made]
-            relation = _relation(weights, values, whole[path][0])
+        if path in whole:
+            if not any(path in part for *_, part in made):
+                continue
+            relation = _relation(path, made, whole[path][0])
             figure = _figure(relation, path, made) if relation else math.nan
         known = tried.get(("term", path))
         if known is not None:
@@ -228,15 +231,9 @@ class Terms:
             expected = int(tried.get(("term", path), 0))
             if not expected:
                 continue
-            missing = [at for at in numbers if path not in self._made[at][2]]
-            if missing:
-                odd.update(dict.fromkeys(missing, math.inf))
-                continue
-            weights = [weight for _, weight, _ in counted]
-            values = [part[path][0] for *_, part in counted]
-            relation = _relation(weights, values) & expected
+            relation = _relation(path, counted) & expected
             if not relation:
-                odd.update(zip(numbers, _apart(weights, values), strict=True))
+                odd.update(zip(numbers, _apart(path, counted), strict=True))
             figure, before = _figure(relation, path, counted), tried["factor", path]
             if relation and not math.isnan(before) and not _close(figure, before):
                 tried["factor", path] = math.nan
