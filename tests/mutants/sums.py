@@ -456,6 +456,28 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "numbers-of-a-loss-not-looked-at",
+        "what a loss is divided by may begin to differ between micro-batches",
+        "csrc/proof/observe.c",
+        "    is_new = is_new == 0 ? oomkit_terms_are_new(call) : is_new;\n",
+        "",
+        (
+            "proof/test_proof_later.py"
+            "::test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update[_hard_mean-2]",
+        ),
+    ),
+    Mutant(
+        "sum-over-one-is-proven",
+        "a sum that is divided by 1 is proven for later calls, where 1 was max(1, n)",
+        "oomkit/_proof/judge.py",
+        "        self._in_doubt |= learn_terms(",
+        "        learn_terms(",
+        (
+            "proof/test_proof_later.py"
+            "::test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update",
+        ),
+    ),
+    Mutant(
         "scale-not-lowered",
         "a proof gives up where gradients overflow under a GradScaler",
         "oomkit/_proof/quiet.py",
