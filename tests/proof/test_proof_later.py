@@ -185,6 +185,11 @@ def test_an_error_of_the_step_does_not_settle_what_was_new() -> None:
 Number = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
+def _alpha(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    by = out.detach().std().item() if late else 1.0
+    return torch.add(_plain(out, y), F.log_softmax(out, 1).square().mean(), alpha=by)
+
+
 def _factor(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
     return _plain(out, y) * (out.detach().std().item() if late else 1.0)
 
@@ -234,7 +239,7 @@ def _numbered(later: Number) -> Program:
 
 @pytest.mark.parametrize("steps", [2, 5, ROWS // 2])  # no count is more than 1 of one row
 @pytest.mark.parametrize(
-    "later", [_factor, _hard_by_hand, _hard_mean, _hard_squares, _matched, _tamed]
+    "later", [_alpha, _factor, _hard_by_hand, _hard_mean, _hard_squares, _matched, _tamed]
 )
 def test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update(
     later: Number, steps: int
@@ -282,6 +287,75 @@ def test_numbers_that_may_change_are_proven_once(later: Number, steps: int) -> N
     for one, two in zip(program.values(), plain.values(), strict=True):
         torch.testing.assert_close(one, two)
     assert all(count == steps for count in made[LATER + 4 :]), made
+
+
+class Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, losses: torch.Tensor) -> torch.Tensor:
+        ctx.shape = losses.shape
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient / ctx.shape.numel()).expand(ctx.shape)
+
+
+class Mul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, by: float) -> torch.Tensor:
+        ctx.by = by
+        return loss * by
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.by, None
+
+
+def _own_functions(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    losses: torch.Tensor = F.cross_entropy(out, y, reduction="none")
+    mean: torch.Tensor = Mean.apply(losses)
+    product: torch.Tensor = Mul.apply(mean, 0.5)
+    return product
+
+
+def _given_once(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> int:
+        kept[len(kept)] = tensor
+        return len(kept) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, kept.pop):
+        return _plain(out, y) * 0.5
+
+
+def _looped(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    each = [_plain(out[i : i + 1], y[i : i + 1]) for i in range(len(y))]
+    return sum(each[1:], each[0]) / len(each)
+
+
+def _looped_over_lengths(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    each = [row[: 1 + n].square().mean() for row, n in zip(out, y.tolist(), strict=True)]
+    return sum(each[1:], each[0]) / len(each)
+
+
+@pytest.mark.parametrize("rows", [7, 9])  # the last micro-batches have a row less
+@pytest.mark.parametrize("own", [_own_functions, _given_once, _looped, _looped_over_lengths])
+def test_losses_whose_numbers_differ_by_rows_alone_are_split(own: Number, rows: int) -> None:
+    """Also where a loop over samples adds fewer terms up, and where functions of the program are
+    called like torch's, or keep what they give to one backward only."""
+    program, plain = _numbered(own), _numbered(own)
+    batch = torch.randn(rows, 8, dtype=torch.float64), torch.arange(rows) % 4
+    split = oomkit.auto_batch(
+        program.step, model=program.model, optimizer=program.optimizer, accumulation_steps=4
+    )
+    for _ in range(CALLS):
+        before = len(program.runs)
+        split(*batch)
+        plain.step(*batch)
+    assert len(program.runs) - before == 4
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
 
 
 def test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update() -> None:

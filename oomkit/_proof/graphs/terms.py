@@ -9,28 +9,30 @@ no longer is. The graph of the loss does: its first functions keep these numbers
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 __all__ = ["Part", "Terms", "learn_terms", "note_terms"]
 
-_AUTOGRAD: Any = torch._C._autograd
 _MOST = 64  # terms of one loss: what has more is summed up over samples
 _STEPS = 256  # functions of it
-_KNOWN = 2048  # that is kept for a site
+_KNOWN = 1024  # terms of a site
 _EQUAL = 1e-5  # relative: one element more or less of so many
-# What is linear in each of its arguments.
-_LINEAR = frozenset("Add Clone Div Mul Neg Squeeze Sub ToCopy UnsafeView Unsqueeze View".split())
+_SAME = frozenset({"Clone", "Neg", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View"})
+_SUMS = frozenset({"Add", "Sub"})
 # A sum over rows, whose coefficient times the weight is the same in all micro-batches, or what
 # they share, like a penalty on parameters, whose coefficient is the same.
 _OF_ROWS, _SHARED = 1, 2
 
 Path = tuple[int, ...]
-# By term: what it is multiplied by, the same without the number of elements of a mean, and what
-# it was divided by last; nan where by nothing.
+_UNREAD = -1  # the end of a path: a root whose terms are too many, or cannot be read
+# By term: what it is multiplied by, the same without the number of elements of a mean, what it
+# was divided by last (nan where by nothing), and its path without the sums on it.
 Part = dict[Path, list[Any]]
 _Made = tuple[int, float, Part]  # rows and weight of a micro-batch, and its terms
 
@@ -41,7 +43,25 @@ def _number(value: Any) -> Any:
         return value
     if value.numel() != 1:
         return None
-    return value.item() if value.is_cpu else value.detach().reshape(())
+    return value.item() if value.device.type == "cpu" else value.detach().reshape(())
+
+
+def _kind(node: Any) -> str:
+    """Which of torch's functions a node is; nothing for one of the program, which may be called
+    `Mul`, too: torch's names end in a number."""
+    kind, _, number = node.name().partition("Backward")
+    return str(kind) if number.isdigit() else ""
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What a function has saved, where that is a number, as `_number` gives it; else None."""
+    hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+    # One of the program may give what it keeps once only, and the backward needs it. Those of
+    # torch (save_on_cpu) and oomkit do not; a checkpoint is told from them by its error.
+    whose = "torch" if hook is None else str(getattr(hook, "__module__", ""))
+    if whose.partition(".")[0] not in ("torch", "oomkit"):
+        return None
+    return _number(getattr(node, f"_saved_{name}"))
 
 
 def _over(by: Any, number: Any) -> Any:
@@ -56,46 +76,50 @@ def _elements(node: Any, kind: str) -> Any:
         return node._saved_self_sym_numel
     if getattr(node, "_saved_reduction", None) != 1:
         return None
-    if hasattr(node, "_saved_total_weight"):
-        return _number(node._saved_total_weight)
+    if hasattr(node, "_raw_saved_total_weight"):
+        return _saved(node, "total_weight")
     of, at = node.next_functions[0]
     return None if of is None else math.prod(of._input_metadata[at].shape)
 
 
-def _factor(node: Any, kind: str, at: int) -> Any:
-    """What a function multiplies its argument by, or divides it by; None where it is not linear."""
-    if kind == "Div":
-        return _number(node._saved_other) if at == 0 else None
-    if kind == "Mul":
-        return _number(node._saved_self if at else node._saved_other)
-    return 1.0
+def _steps(node: Any, kind: str, by: Any, over: Any) -> Iterator[tuple[int, Any, Any]]:
+    """The arguments of a function that the loss is linear in, their coefficients and divisors."""
+    there = [of is not None for of, _ in node.next_functions]
+    if kind in _SUMS or kind in _SAME:
+        alpha = node._saved_alpha if kind in _SUMS and there[-1] else 1
+        yield from (
+            (at, by * alpha if at else by, over) for at, is_there in enumerate(there) if is_there
+        )
+    elif kind == "Div" and there[0]:
+        other = _saved(node, "other")
+        if other is not None:
+            yield 0, _over(by, other), other
+    elif kind == "Mul":
+        for at, is_there in enumerate(there):
+            other = _saved(node, ("other", "self")[at]) if is_there else None
+            if other is not None:
+                yield at, by * other, over
 
 
-def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
-    """Terms of a loss: where each is in the graph, and see `Part`. None where there are many."""
-    found: list[tuple[Path, list[Any]]] = []
-    work: list[tuple[Any, Path, Any, Any]] = [(root.grad_fn, (), 1.0, math.nan)]
+def _terms(root: torch.Tensor) -> Iterator[tuple[Path, list[Any]]]:
+    """Terms of a loss: where each is in the graph, and see `Part`."""
+    work: list[tuple[Any, Path, Any, Any, Path]] = [(root.grad_fn, (), 1.0, math.nan, ())]
     for _ in range(_STEPS):
         if not work:
-            return found if len(found) <= _MOST else []
-        node, path, by, over = work.pop()
-        kind = node.name().partition("Backward")[0]
-        is_term = True
-        for at, (of, nr) in enumerate(node.next_functions) if kind in _LINEAR else ():
-            if of is None or math.prod(of._input_metadata[nr].shape) != 1:
-                continue
-            factor = _factor(node, kind, at)
-            if factor is None:
-                continue
-            is_term = False
-            if kind == "Div":
-                work.append((of, (*path, at), _over(by, factor), factor))
-            else:
-                work.append((of, (*path, at), by * factor, over))
-        if is_term:
+            return
+        node, path, by, over, product = work.pop()
+        kind = _kind(node)
+        is_sum = kind in _SUMS or kind in _SAME
+        found = [
+            (of, (*path, at), value, divisor, product if is_sum else (*product, at))
+            for at, value, divisor in _steps(node, kind, by, over)
+            for of, nr in (node.next_functions[at],)
+            if math.prod(of._input_metadata[nr].shape) == 1
+        ]
+        work += found
+        if not found:
             elements = _elements(node, kind)
-            found.append((path, [by if elements is None else _over(by, elements), by, over]))
-    return []
+            yield path, [by if elements is None else _over(by, elements), by, over, product]
 
 
 def note_terms(part: Part, roots: Any) -> None:
@@ -105,26 +129,25 @@ def note_terms(part: Part, roots: Any) -> None:
         part: its terms so far.
         roots: what the backward begins with.
     """
-    number = len({path[0] for path in part}) if part else 0
+    number = len({path[0] for path in part})
     for at, root in enumerate(roots if isinstance(roots, (tuple, list)) else (roots,)):
-        if not isinstance(root, torch.Tensor) or root.grad_fn is None or root.numel() != 1:
+        if not isinstance(root, torch.Tensor) or root.numel() != 1 or root.grad_fn is None:
             continue
-        before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
         try:
-            # A checkpoint would run again, only to give a number that it has saved. As torch's
-            # disable_saved_tensors_hooks(), which takes as long as all else here.
-            _AUTOGRAD._saved_tensors_hooks_disable("oomkit reads a number")
-            for path, term in _terms(root):
-                part[number, at, *path] = term
+            # A checkpoint would run again, only to give a number that it has saved.
+            with torch.autograd.graph.disable_saved_tensors_hooks("oomkit reads a number"):
+                found = list(itertools.islice(_terms(root), _MOST + 1))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # so that; or freed, or written to, which the backward says itself
-            pass
-        finally:
-            if before is None:
-                _AUTOGRAD._saved_tensors_hooks_enable()
-            else:
-                _AUTOGRAD._saved_tensors_hooks_disable(before)
+            found = []
+        if 0 < len(found) <= _MOST:
+            part.update(
+                ((number, at, *path), [*term, (number, at, *product)])
+                for path, (*term, product) in found
+            )
+        else:
+            part[number, at, _UNREAD] = [0.0, 0.0, math.nan, ()]
 
 
 def _read(parts: list[Part]) -> None:
@@ -144,35 +167,41 @@ def _close(one: float, two: float) -> bool:
     return abs(one - two) <= _EQUAL * max(abs(one), abs(two))
 
 
-def _are_close(values: list[float], to: float | None) -> bool:
-    first = values[0] if to is None else to
-    return all(abs(first - each) <= _EQUAL * max(abs(first), abs(each)) for each in values)
+def _relation(weights: list[float], values: list[float], whole: float | None = None) -> int:
+    """What the coefficients of one term in micro-batches are to one another."""
+    made = [weight * value for weight, value in zip(weights, values, strict=True)]
+    of_rows = all(_close(made[0] if whole is None else whole, each) for each in made)
+    shared = all(_close(values[0] if whole is None else whole, each) for each in values)
+    return _OF_ROWS * of_rows + _SHARED * shared
 
 
-def _relation(path: Path, parts: list[_Made], of: int, whole: float | None = None) -> int:
-    """Which of the relations `of` the coefficients of a term in micro-batches have.
+def _is_of_samples(product: Path, made: list[_Made]) -> bool:
+    """Whether the terms of one sum come from a loop over samples, of which micro-batches have
+    different numbers: all are multiplied by what makes them equal in the whole, and none is a mean,
+    or there are as many as the weights tell."""
+    alike = [[term for term in part.values() if term[3] == product] for *_, part in made]
+    weighted = [(each[1], term) for each, terms in zip(made, alike, strict=True) for term in terms]
+    if not all(alike) or not all(
+        _close(weighted[0][0] * weighted[0][1][1], weight * term[1]) for weight, term in weighted
+    ):
+        return False
+    is_sum = all(weight == 1.0 for _, weight, _ in made)
+    sizes = [rows if is_sum else weight for rows, weight, _ in made]
+    each = [size / len(terms) for size, terms in zip(sizes, alike, strict=True)]
+    return all(term[0] == term[1] for _, term in weighted) or all(_close(each[0], n) for n in each)
 
-    Those without it add 0 to a sum over rows, as in `if mask.any(): loss += ...`."""
-    having = [(weight, part[path][0]) for _, weight, part in parts if path in part]
-    found = 0
-    if of & _OF_ROWS and _are_close([weight * by for weight, by in having], whole):
-        found |= _OF_ROWS
-    if of & _SHARED and len(having) == len(parts) and _are_close([by for _, by in having], whole):
-        found |= _SHARED
-    return found
 
-
-def _apart(path: Path, parts: list[_Made]) -> list[float]:
+def _apart(weights: list[float], values: list[float]) -> list[float]:
     """How far each micro-batch is from the middle one."""
-    made = [weight * part[path][0] if path in part else 0.0 for _, weight, part in parts]
+    made = [weight * value for weight, value in zip(weights, values, strict=True)]
     middle = statistics.median(made)
     return [abs(each - middle) if math.isfinite(each) else math.inf for each in made]
 
 
 def _figure(relation: int, path: Path, made: list[_Made]) -> float:
     """What is the same in calls with other rows; nan where nothing is expected to be."""
-    rows, part = next((rows, part) for rows, _, part in made if path in part)
-    by, plain, _ = part[path]
+    rows, weight, part = made[0]
+    by, plain = part[path][:2]
     if relation & _SHARED:
         return float(by)
     total = sum(each[0] for each in made)
@@ -195,37 +224,33 @@ def learn_terms(tried: dict[tuple[Any, ...], float], whole: Part, made: list[_Ma
     _read([whole, *(part for *_, part in made)])
     for path in {*whole, *(path for *_, part in made for path in part)}:
         relation, figure = 0, math.nan
-        if path in whole:
-            if not any(path in part for *_, part in made):
-                continue
-            relation = _relation(path, made, _OF_ROWS | _SHARED, whole[path][0])
+        if path in whole and all(path in part for *_, part in made):
+            weights = [weight for _, weight, _ in made]
+            values = [part[path][0] for *_, part in made]
+            relation = _relation(weights, values, whole[path][0])
             figure = _figure(relation, path, made) if relation else math.nan
         known = tried.get(("term", path))
-        if known is None and len(tried) > _KNOWN:
-            continue
         if known is not None:
             relation &= int(known)
             before = tried["factor", path]
             figure = figure if _close(before, figure) else math.nan
         tried["term", path], tried["factor", path] = float(relation), figure
-    return all(each[1] == 1.0 for each in made) and any(over == 1 for _, _, over in whole.values())
+    return all(each[1] == 1.0 for each in made) and any(term[2] == 1 for term in whole.values())
 
 
 class Terms:
     """Those of the micro-batches of an attempt, beside what proofs have shown."""
 
-    __slots__ = ("_is_new", "_made")
+    __slots__ = ("_made",)
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
-        self._is_new = False  # something was noted since strays() was asked
 
     def note(self, roots: Any, at: int, rows: int, weight: float) -> None:
         """An outermost backward of micro-batch `at` begins."""
         while len(self._made) <= at:
             self._made.append((rows, weight, {}))
         note_terms(self._made[at][2], roots)
-        self._is_new = True
 
     def strays(self, tried: dict[tuple[Any, ...], float]) -> list[int]:
         """Micro-batches that have, beside the others, what no proof has shown, the oddest first.
@@ -235,26 +260,35 @@ class Terms:
                 micro-batches is noted in it, for programs may change it as they like; it is
                 proven once.
         """
-        if not self._is_new:
-            return []
-        self._is_new = False
+        known = sum(key[0] == "term" for key in tried)
         numbers = [at for at, each in enumerate(self._made) if each[1] != 0.0]
         counted = [self._made[at] for at in numbers]  # others are means over nothing
+        if not counted or not 0 < known < _KNOWN:
+            return []
         _read([part for *_, part in counted])
         odd: dict[int, float] = {}
-        for path in {path for *_, part in counted for path in part}:
+        paths = {path for *_, part in counted for path in part}
+        of_samples: dict[Path, bool] = {}
+        unread = {path[:2] for path in paths if path[-1] == _UNREAD}
+        for path in paths:
             expected = int(tried.get(("term", path), 0))
-            if not expected:
+            if not expected or path[:2] in unread:
                 continue
-            relation = _relation(path, counted, expected)
+            missing = [at for at in numbers if path not in self._made[at][2]]
+            if missing:
+                product = next(part[path][3] for *_, part in counted if path in part)
+                if product not in of_samples:
+                    of_samples[product] = _is_of_samples(product, counted)
+                if not expected & _OF_ROWS or not of_samples[product]:
+                    odd.update(dict.fromkeys(missing, math.inf))
+                continue
+            weights = [weight for _, weight, _ in counted]
+            values = [part[path][0] for *_, part in counted]
+            relation = _relation(weights, values) & expected
             if not relation:
-                odd.update(zip(numbers, _apart(path, counted), strict=True))
-            before = tried["factor", path]
-            if (
-                relation
-                and not math.isnan(before)
-                and not _close(_figure(relation, path, counted), before)
-            ):
+                odd.update(zip(numbers, _apart(weights, values), strict=True))
+            figure, before = _figure(relation, path, counted), tried["factor", path]
+            if relation and not math.isnan(before) and not _close(figure, before):
                 tried["factor", path] = math.nan
                 odd.setdefault(len(self._made) - 1, 0.0)
         return sorted(odd, key=lambda at: -odd[at])
