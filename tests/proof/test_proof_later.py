@@ -358,6 +358,31 @@ def test_losses_whose_numbers_differ_by_rows_alone_are_split(own: Number, rows: 
         torch.testing.assert_close(one, two)
 
 
+def test_a_term_that_some_samples_of_a_loop_lack_is_split() -> None:
+    """An image without a box adds its class alone: other micro-batches have other terms."""
+    y = torch.tensor([3, 0, 2, 1, 2, 0, 3, 3, 1, 1, 3])
+    x = torch.randn(len(y), 8, dtype=torch.float64)
+
+    def boxes(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+        total = torch.zeros((), dtype=out.dtype)
+        for row, kind in zip(out, y, strict=True):
+            loss = F.cross_entropy(row[None], kind[None])
+            if kind > 1:
+                loss = loss + 0.3 * F.smooth_l1_loss(row, torch.ones_like(row))
+            total = total + loss / len(out)
+        return total
+
+    program, plain = _numbered(boxes), _numbered(boxes)
+    split = oomkit.auto_batch(
+        program.step, model=program.model, optimizer=program.optimizer, accumulation_steps=2
+    )
+    for _ in range(CALLS):
+        split(x, y)
+        plain.step(x, y)
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update() -> None:
     """A sum over `max(1, n)` was a plain sum so far, and is one in each micro-batch."""
     model = nn.Linear(4, 1).double()

@@ -191,6 +191,25 @@ def _is_of_samples(product: Path, made: list[_Made]) -> bool:
     return all(term[0] == term[1] for _, term in weighted) or all(_close(each[0], n) for n in each)
 
 
+def _is_of_some_rows(path: Path, made: list[_Made], expected: int, factor: float) -> bool:
+    """Whether a term that some micro-batches lack is a sum over rows, of which they have none: what
+    multiplies it elsewhere is what proofs have shown, and they have no other term in its place."""
+    total = sum(rows for rows, *_ in made)
+    everywhere = set.intersection(*({term[3] for term in part.values()} for *_, part in made))
+    for rows, weight, part in made:
+        if path not in part:
+            if any(term[3] not in everywhere for term in part.values()):
+                return False
+            continue
+        value, by = part[path][:2]
+        is_shared = bool(expected & _SHARED)
+        if value != by or not _close(by if is_shared else by * rows, factor):
+            return False
+        if not is_shared and not _close(weight, rows / total):
+            return False
+    return True
+
+
 def _apart(weights: list[float], values: list[float]) -> list[float]:
     """How far each micro-batch is from the middle one."""
     made = [weight * value for weight, value in zip(weights, values, strict=True)]
@@ -252,6 +271,22 @@ class Terms:
             self._made.append((rows, weight, {}))
         note_terms(self._made[at][2], roots)
 
+    @staticmethod
+    def _may_lack(
+        path: Path,
+        made: list[_Made],
+        expected: int,
+        tried: dict[tuple[Any, ...], float],
+        of_samples: dict[Path, bool],
+    ) -> bool:
+        """Whether a term that some micro-batches lack explains itself."""
+        if not expected & _OF_ROWS:
+            return False
+        product = next(part[path][3] for *_, part in made if path in part)
+        if product not in of_samples:
+            of_samples[product] = _is_of_samples(product, made)
+        return of_samples[product] or _is_of_some_rows(path, made, expected, tried["factor", path])
+
     def strays(self, tried: dict[tuple[Any, ...], float]) -> list[int]:
         """Micro-batches that have, beside the others, what no proof has shown, the oddest first.
 
@@ -274,13 +309,11 @@ class Terms:
             expected = int(tried.get(("term", path), 0))
             if not expected or path[:2] in unread:
                 continue
-            missing = [at for at in numbers if path not in self._made[at][2]]
-            if missing:
-                product = next(part[path][3] for *_, part in counted if path in part)
-                if product not in of_samples:
-                    of_samples[product] = _is_of_samples(product, counted)
-                if not expected & _OF_ROWS or not of_samples[product]:
-                    odd.update(dict.fromkeys(missing, math.inf))
+            if any(path not in part for *_, part in counted):
+                if not self._may_lack(path, counted, expected, tried, of_samples):
+                    for at in numbers:  # rows of both kinds may be in those that have it
+                        lacks = path not in self._made[at][2]
+                        odd[at] = max(odd.get(at, 0.0), math.inf if lacks else 0.0)
                 continue
             weights = [weight for _, weight, _ in counted]
             values = [part[path][0] for *_, part in counted]
