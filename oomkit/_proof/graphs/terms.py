@@ -9,22 +9,22 @@ no longer is. The graph of the loss does: its first functions keep these numbers
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 __all__ = ["Part", "Terms", "learn_terms", "note_terms"]
 
+_AUTOGRAD: Any = torch._C._autograd
 _MOST = 64  # terms of one loss: what has more is summed up over samples
 _STEPS = 256  # functions of it
-_KNOWN = 1024  # terms of a site
+_KNOWN = 2048  # that is kept for a site
 _EQUAL = 1e-5  # relative: one element more or less of so many
-_SAME = frozenset({"Clone", "Neg", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View"})
 _SUMS = frozenset({"Add", "Sub"})
+_SAME = _SUMS | {"Clone", "Neg", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View"}
+_LINEAR = _SAME | {"Div", "Mul"}  # in each of their arguments
 # A sum over rows, whose coefficient times the weight is the same in all micro-batches, or what
 # they share, like a penalty on parameters, whose coefficient is the same.
 _OF_ROWS, _SHARED = 1, 2
@@ -43,7 +43,7 @@ def _number(value: Any) -> Any:
         return value
     if value.numel() != 1:
         return None
-    return value.item() if value.device.type == "cpu" else value.detach().reshape(())
+    return value.item() if value.is_cpu else value.detach().reshape(())
 
 
 def _kind(node: Any) -> str:
@@ -82,44 +82,42 @@ def _elements(node: Any, kind: str) -> Any:
     return None if of is None else math.prod(of._input_metadata[at].shape)
 
 
-def _steps(node: Any, kind: str, by: Any, over: Any) -> Iterator[tuple[int, Any, Any]]:
-    """The arguments of a function that the loss is linear in, their coefficients and divisors."""
-    there = [of is not None for of, _ in node.next_functions]
-    if kind in _SUMS or kind in _SAME:
-        alpha = node._saved_alpha if kind in _SUMS and there[-1] else 1
-        yield from (
-            (at, by * alpha if at else by, over) for at, is_there in enumerate(there) if is_there
-        )
-    elif kind == "Div" and there[0]:
-        other = _saved(node, "other")
-        if other is not None:
-            yield 0, _over(by, other), other
-    elif kind == "Mul":
-        for at, is_there in enumerate(there):
-            other = _saved(node, ("other", "self")[at]) if is_there else None
-            if other is not None:
-                yield at, by * other, over
+def _factor(node: Any, kind: str, at: int) -> Any:
+    """What a function multiplies its argument by, or divides it by; None where it is not linear."""
+    if kind == "Div":
+        return _saved(node, "other") if at == 0 else None
+    if kind == "Mul":
+        return _saved(node, "self" if at else "other")
+    return node._saved_alpha if at and kind in _SUMS else 1.0
 
 
-def _terms(root: torch.Tensor) -> Iterator[tuple[Path, list[Any]]]:
-    """Terms of a loss: where each is in the graph, and see `Part`."""
+def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
+    """Terms of a loss: where each is in the graph, and see `Part`. None where there are many."""
+    found: list[tuple[Path, list[Any]]] = []
     work: list[tuple[Any, Path, Any, Any, Path]] = [(root.grad_fn, (), 1.0, math.nan, ())]
     for _ in range(_STEPS):
         if not work:
-            return
+            return found if len(found) <= _MOST else []
         node, path, by, over, product = work.pop()
         kind = _kind(node)
-        is_sum = kind in _SUMS or kind in _SAME
-        found = [
-            (of, (*path, at), value, divisor, product if is_sum else (*product, at))
-            for at, value, divisor in _steps(node, kind, by, over)
-            for of, nr in (node.next_functions[at],)
-            if math.prod(of._input_metadata[nr].shape) == 1
-        ]
-        work += found
-        if not found:
+        is_term = True
+        for at, (of, nr) in enumerate(node.next_functions) if kind in _LINEAR else ():
+            if of is None or math.prod(of._input_metadata[nr].shape) != 1:
+                continue
+            factor = _factor(node, kind, at)
+            if factor is None:
+                continue
+            is_term = False
+            after = product if kind in _SAME else (*product, at)
+            if kind == "Div":
+                work.append((of, (*path, at), _over(by, factor), factor, after))
+            else:
+                work.append((of, (*path, at), by * factor, over, after))
+        if is_term:
             elements = _elements(node, kind)
-            yield path, [by if elements is None else _over(by, elements), by, over, product]
+            value = by if elements is None else _over(by, elements)
+            found.append((path, [value, by, over, product]))
+    return []
 
 
 def note_terms(part: Part, roots: Any) -> None:
@@ -129,24 +127,29 @@ def note_terms(part: Part, roots: Any) -> None:
         part: its terms so far.
         roots: what the backward begins with.
     """
-    number = len({path[0] for path in part})
+    number = len({path[0] for path in part}) if part else 0
     for at, root in enumerate(roots if isinstance(roots, (tuple, list)) else (roots,)):
-        if not isinstance(root, torch.Tensor) or root.numel() != 1 or root.grad_fn is None:
+        if not isinstance(root, torch.Tensor) or root.grad_fn is None or root.numel() != 1:
             continue
+        found = []
+        before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
         try:
-            # A checkpoint would run again, only to give a number that it has saved.
-            with torch.autograd.graph.disable_saved_tensors_hooks("oomkit reads a number"):
-                found = list(itertools.islice(_terms(root), _MOST + 1))
+            # A checkpoint would run again, only to give a number that it has saved. As torch's
+            # disable_saved_tensors_hooks(), which takes as long as all else here.
+            _AUTOGRAD._saved_tensors_hooks_disable("oomkit reads a number")
+            found = _terms(root)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # so that; or freed, or written to, which the backward says itself
-            found = []
-        if 0 < len(found) <= _MOST:
-            part.update(
-                ((number, at, *path), [*term, (number, at, *product)])
-                for path, (*term, product) in found
-            )
-        else:
+            pass
+        finally:
+            if before is None:
+                _AUTOGRAD._saved_tensors_hooks_enable()
+            else:
+                _AUTOGRAD._saved_tensors_hooks_disable(before)
+        for path, term in found:
+            part[number, at, *path] = [*term[:3], (number, at, *term[3])]
+        if not found:
             part[number, at, _UNREAD] = [0.0, 0.0, math.nan, ()]
 
 
@@ -167,12 +170,20 @@ def _close(one: float, two: float) -> bool:
     return abs(one - two) <= _EQUAL * max(abs(one), abs(two))
 
 
-def _relation(weights: list[float], values: list[float], whole: float | None = None) -> int:
-    """What the coefficients of one term in micro-batches are to one another."""
-    made = [weight * value for weight, value in zip(weights, values, strict=True)]
-    of_rows = all(_close(made[0] if whole is None else whole, each) for each in made)
-    shared = all(_close(values[0] if whole is None else whole, each) for each in values)
-    return _OF_ROWS * of_rows + _SHARED * shared
+def _are_close(values: list[float], to: float | None) -> bool:
+    first = values[0] if to is None else to
+    return all(abs(first - each) <= _EQUAL * max(abs(first), abs(each)) for each in values)
+
+
+def _relation(path: Path, made: list[_Made], of: int, whole: float | None = None) -> int:
+    """Which of the relations `of` the coefficients of a term in micro-batches have."""
+    having = [(weight, part[path][0]) for _, weight, part in made]
+    found = 0
+    if of & _OF_ROWS and _are_close([weight * by for weight, by in having], whole):
+        found |= _OF_ROWS
+    if of & _SHARED and _are_close([by for _, by in having], whole):
+        found |= _SHARED
+    return found
 
 
 def _is_of_samples(product: Path, made: list[_Made]) -> bool:
@@ -210,11 +221,11 @@ def _is_of_some_rows(path: Path, made: list[_Made], expected: int, factor: float
     return True
 
 
-def _apart(weights: list[float], values: list[float]) -> list[float]:
+def _apart(path: Path, made: list[_Made]) -> list[float]:
     """How far each micro-batch is from the middle one."""
-    made = [weight * value for weight, value in zip(weights, values, strict=True)]
-    middle = statistics.median(made)
-    return [abs(each - middle) if math.isfinite(each) else math.inf for each in made]
+    values = [weight * part[path][0] for _, weight, part in made]
+    middle = statistics.median(values)
+    return [abs(each - middle) if math.isfinite(each) else math.inf for each in values]
 
 
 def _figure(relation: int, path: Path, made: list[_Made]) -> float:
@@ -244,11 +255,11 @@ def learn_terms(tried: dict[tuple[Any, ...], float], whole: Part, made: list[_Ma
     for path in {*whole, *(path for *_, part in made for path in part)}:
         relation, figure = 0, math.nan
         if path in whole and all(path in part for *_, part in made):
-            weights = [weight for _, weight, _ in made]
-            values = [part[path][0] for *_, part in made]
-            relation = _relation(weights, values, whole[path][0])
+            relation = _relation(path, made, _OF_ROWS | _SHARED, whole[path][0])
             figure = _figure(relation, path, made) if relation else math.nan
         known = tried.get(("term", path))
+        if known is None and len(tried) > _KNOWN:
+            continue
         if known is not None:
             relation &= int(known)
             before = tried["factor", path]
@@ -260,16 +271,18 @@ def learn_terms(tried: dict[tuple[Any, ...], float], whole: Part, made: list[_Ma
 class Terms:
     """Those of the micro-batches of an attempt, beside what proofs have shown."""
 
-    __slots__ = ("_made",)
+    __slots__ = ("_is_new", "_made")
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
+        self._is_new = False  # something was noted since strays() was asked
 
     def note(self, roots: Any, at: int, rows: int, weight: float) -> None:
         """An outermost backward of micro-batch `at` begins."""
         while len(self._made) <= at:
             self._made.append((rows, weight, {}))
         note_terms(self._made[at][2], roots)
+        self._is_new = True
 
     @staticmethod
     def _may_lack(
@@ -295,11 +308,11 @@ class Terms:
                 micro-batches is noted in it, for programs may change it as they like; it is
                 proven once.
         """
-        known = sum(key[0] == "term" for key in tried)
+        if not self._is_new:
+            return []
+        self._is_new = False
         numbers = [at for at, each in enumerate(self._made) if each[1] != 0.0]
         counted = [self._made[at] for at in numbers]  # others are means over nothing
-        if not counted or not 0 < known < _KNOWN:
-            return []
         _read([part for *_, part in counted])
         odd: dict[int, float] = {}
         paths = {path for *_, part in counted for path in part}
@@ -315,13 +328,13 @@ class Terms:
                         lacks = path not in self._made[at][2]
                         odd[at] = max(odd.get(at, 0.0), math.inf if lacks else 0.0)
                 continue
-            weights = [weight for _, weight, _ in counted]
-            values = [part[path][0] for *_, part in counted]
-            relation = _relation(weights, values) & expected
+            relation = _relation(path, counted, expected)
             if not relation:
-                odd.update(zip(numbers, _apart(weights, values), strict=True))
-            figure, before = _figure(relation, path, counted), tried["factor", path]
-            if relation and not math.isnan(before) and not _close(figure, before):
+                odd.update(zip(numbers, _apart(path, counted), strict=True))
+            before = tried["factor", path]
+            if not relation or math.isnan(before):
+                continue
+            if not _close(_figure(relation, path, counted), before):
                 tried["factor", path] = math.nan
                 odd.setdefault(len(self._made) - 1, 0.0)
         return sorted(odd, key=lambda at: -odd[at])
