@@ -59,12 +59,23 @@ terms_stray(oomkit_call *call, const oomkit_proven *found)
     return odd;
 }
 
+/* All of them are proven, or enough: does that explain them? 1, 0 or -1. */
+static int
+terms_settle(oomkit_call *call, const oomkit_proven *found)
+{
+    OWNED PyObject *explained =
+        PyObject_CallMethod(call->cut->terms, "settle", "O", found->tried);
+
+    return explained == NULL ? -1 : explained == Py_True;
+}
+
 int
 oomkit_terms_are_new(oomkit_call *call)
 {
     oomkit_proven *found;
     OWNED PyObject *odd = NULL;
     Py_ssize_t i;
+    int explained;
 
     if (call->proof != NULL || !call->is_last || !oomkit_paths_watched(call) ||
         call->cut->terms == NULL) {
@@ -77,7 +88,7 @@ oomkit_terms_are_new(oomkit_call *call)
     }
     if (oomkit_updates_made(call) > 0 || oomkit_update_is_final(call)) {
         found->unseen = 1; /* it is the next call that is proven */
-        return 0;
+        return terms_settle(call, found) < 0 ? -1 : 0;
     }
     for (i = 0; i < PyList_GET_SIZE(odd); i++) {
         const int64_t at = PyLong_AsLongLong(PyList_GET_ITEM(odd, i));
@@ -85,5 +96,6 @@ oomkit_terms_are_new(oomkit_call *call)
             return 1;
         }
     }
-    return terms_refuse(call);
+    explained = terms_settle(call, found);
+    return explained == 0 ? terms_refuse(call) : explained < 0 ? -1 : 0;
 }

@@ -21,18 +21,19 @@ _AUTOGRAD: Any = torch._C._autograd
 _MOST = 64  # terms of one loss: what has more is summed up over samples
 _STEPS = 256  # functions of it
 _KNOWN = 2048  # that is kept for a site
+_ONES = 64  # comparisons of a sum that is divided by 1: 10 or more calls
 _EQUAL = 1e-5  # relative: one element more or less of so many
 _SUMS = frozenset({"Add", "Sub"})
-_SAME = _SUMS | {"Clone", "Neg", "Squeeze", "ToCopy", "Unsqueeze", "UnsafeView", "View"}
-_LINEAR = _SAME | {"Div", "Mul"}  # in each of their arguments
+# In each of their arguments.
+_LINEAR = frozenset("Add Clone Div Mul Neg Squeeze Sub ToCopy Unsqueeze UnsafeView View".split())
 # A sum over rows, whose coefficient times the weight is the same in all micro-batches, or what
 # they share, like a penalty on parameters, whose coefficient is the same.
 _OF_ROWS, _SHARED = 1, 2
 
 Path = tuple[int, ...]
 _UNREAD = -1  # the end of a path: a root whose terms are too many, or cannot be read
-# By term: what it is multiplied by, the same without the number of elements of a mean, what it
-# was divided by last (nan where by nothing), and its path without the sums on it.
+# By term: what it is multiplied by, the same without the number of elements of a mean, and what
+# it was divided by last; nan where by nothing.
 Part = dict[Path, list[Any]]
 _Made = tuple[int, float, Part]  # rows and weight of a micro-batch, and its terms
 
@@ -94,11 +95,11 @@ def _factor(node: Any, kind: str, at: int) -> Any:
 def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
     """Terms of a loss: where each is in the graph, and see `Part`. None where there are many."""
     found: list[tuple[Path, list[Any]]] = []
-    work: list[tuple[Any, Path, Any, Any, Path]] = [(root.grad_fn, (), 1.0, math.nan, ())]
+    work: list[tuple[Any, Path, Any, Any]] = [(root.grad_fn, (), 1.0, math.nan)]
     for _ in range(_STEPS):
         if not work:
             return found if len(found) <= _MOST else []
-        node, path, by, over, product = work.pop()
+        node, path, by, over = work.pop()
         kind = _kind(node)
         is_term = True
         for at, (of, nr) in enumerate(node.next_functions) if kind in _LINEAR else ():
@@ -108,15 +109,13 @@ def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
             if factor is None:
                 continue
             is_term = False
-            after = product if kind in _SAME else (*product, at)
             if kind == "Div":
-                work.append((of, (*path, at), _over(by, factor), factor, after))
+                work.append((of, (*path, at), _over(by, factor), factor))
             else:
-                work.append((of, (*path, at), by * factor, over, after))
+                work.append((of, (*path, at), by * factor, over))
         if is_term:
             elements = _elements(node, kind)
-            value = by if elements is None else _over(by, elements)
-            found.append((path, [value, by, over, product]))
+            found.append((path, [by if elements is None else _over(by, elements), by, over]))
     return []
 
 
@@ -148,9 +147,9 @@ def note_terms(part: Part, roots: Any) -> None:
             else:
                 _AUTOGRAD._saved_tensors_hooks_disable(before)
         for path, term in found:
-            part[number, at, *path] = [*term[:3], (number, at, *term[3])]
+            part[number, at, *path] = term
         if not found:
-            part[number, at, _UNREAD] = [0.0, 0.0, math.nan, ()]
+            part[number, at, _UNREAD] = [0.0, 0.0, math.nan]
 
 
 def _read(parts: list[Part]) -> None:
@@ -177,48 +176,13 @@ def _are_close(values: list[float], to: float | None) -> bool:
 
 def _relation(path: Path, made: list[_Made], of: int, whole: float | None = None) -> int:
     """Which of the relations `of` the coefficients of a term in micro-batches have."""
-    having = [(weight, part[path][0]) for _, weight, part in made]
+    having = [(weight, part[path][0]) for _, weight, part in made if path in part]
     found = 0
     if of & _OF_ROWS and _are_close([weight * by for weight, by in having], whole):
         found |= _OF_ROWS
     if of & _SHARED and _are_close([by for _, by in having], whole):
         found |= _SHARED
     return found
-
-
-def _is_of_samples(product: Path, made: list[_Made]) -> bool:
-    """Whether the terms of one sum come from a loop over samples, of which micro-batches have
-    different numbers: all are multiplied by what makes them equal in the whole, and none is a mean,
-    or there are as many as the weights tell."""
-    alike = [[term for term in part.values() if term[3] == product] for *_, part in made]
-    weighted = [(each[1], term) for each, terms in zip(made, alike, strict=True) for term in terms]
-    if not all(alike) or not all(
-        _close(weighted[0][0] * weighted[0][1][1], weight * term[1]) for weight, term in weighted
-    ):
-        return False
-    is_sum = all(weight == 1.0 for _, weight, _ in made)
-    sizes = [rows if is_sum else weight for rows, weight, _ in made]
-    each = [size / len(terms) for size, terms in zip(sizes, alike, strict=True)]
-    return all(term[0] == term[1] for _, term in weighted) or all(_close(each[0], n) for n in each)
-
-
-def _is_of_some_rows(path: Path, made: list[_Made], expected: int, factor: float) -> bool:
-    """Whether a term that some micro-batches lack is a sum over rows, of which they have none: what
-    multiplies it elsewhere is what proofs have shown, and they have no other term in its place."""
-    total = sum(rows for rows, *_ in made)
-    everywhere = set.intersection(*({term[3] for term in part.values()} for *_, part in made))
-    for rows, weight, part in made:
-        if path not in part:
-            if any(term[3] not in everywhere for term in part.values()):
-                return False
-            continue
-        value, by = part[path][:2]
-        is_shared = bool(expected & _SHARED)
-        if value != by or not _close(by if is_shared else by * rows, factor):
-            return False
-        if not is_shared and not _close(weight, rows / total):
-            return False
-    return True
 
 
 def _apart(path: Path, made: list[_Made]) -> list[float]:
@@ -230,7 +194,7 @@ def _apart(path: Path, made: list[_Made]) -> list[float]:
 
 def _figure(relation: int, path: Path, made: list[_Made]) -> float:
     """What is the same in calls with other rows; nan where nothing is expected to be."""
-    rows, weight, part = made[0]
+    rows, part = next((rows, part) for rows, _, part in made if path in part)
     by, plain = part[path][:2]
     if relation & _SHARED:
         return float(by)
@@ -238,6 +202,17 @@ def _figure(relation: int, path: Path, made: list[_Made]) -> float:
     if not all(_close(each[1], each[0] / total) for each in made):
         return math.nan
     return float(by * rows if by == plain else plain)
+
+
+def _adds_nothing(path: Path, made: list[_Made], expected: int, before: float) -> bool:
+    """Whether the micro-batches that lack a term would add 0 to it: `if k.any(): loss += ...` of a
+    sum over rows, by what proofs have shown. A mean would be one over the rows of some."""
+    is_mean = any(part[path][0] != part[path][1] for *_, part in made if path in part)
+    return (
+        not is_mean
+        and bool(_relation(path, made, expected & _OF_ROWS))
+        and _close(_figure(expected, path, made), before)
+    )
 
 
 def learn_terms(tried: dict[tuple[Any, ...], float], whole: Part, made: list[_Made]) -> bool:
@@ -265,17 +240,22 @@ def learn_terms(tried: dict[tuple[Any, ...], float], whole: Part, made: list[_Ma
             before = tried["factor", path]
             figure = figure if _close(before, figure) else math.nan
         tried["term", path], tried["factor", path] = float(relation), figure
-    return all(each[1] == 1.0 for each in made) and any(term[2] == 1 for term in whole.values())
+    if not all(each[1] == 1.0 for each in made) or all(term[2] != 1 for term in whole.values()):
+        return False
+    tried["ones", ()] = tried.get(("ones", ()), 0.0) + 1.0
+    return tried["ones", ()] <= _ONES
 
 
 class Terms:
     """Those of the micro-batches of an attempt, beside what proofs have shown."""
 
-    __slots__ = ("_is_new", "_made")
+    __slots__ = ("_is_new", "_lacked", "_made", "_others")
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
         self._is_new = False  # something was noted since strays() was asked
+        self._lacked: set[Path] = set()  # terms that not all have, and that may tell nothing
+        self._others = False  # numbers differ
 
     def note(self, roots: Any, at: int, rows: int, weight: float) -> None:
         """An outermost backward of micro-batch `at` begins."""
@@ -283,22 +263,6 @@ class Terms:
             self._made.append((rows, weight, {}))
         note_terms(self._made[at][2], roots)
         self._is_new = True
-
-    @staticmethod
-    def _may_lack(
-        path: Path,
-        made: list[_Made],
-        expected: int,
-        tried: dict[tuple[Any, ...], float],
-        of_samples: dict[Path, bool],
-    ) -> bool:
-        """Whether a term that some micro-batches lack explains itself."""
-        if not expected & _OF_ROWS:
-            return False
-        product = next(part[path][3] for *_, part in made if path in part)
-        if product not in of_samples:
-            of_samples[product] = _is_of_samples(product, made)
-        return of_samples[product] or _is_of_some_rows(path, made, expected, tried["factor", path])
 
     def strays(self, tried: dict[tuple[Any, ...], float]) -> list[int]:
         """Micro-batches that have, beside the others, what no proof has shown, the oddest first.
@@ -316,25 +280,33 @@ class Terms:
         _read([part for *_, part in counted])
         odd: dict[int, float] = {}
         paths = {path for *_, part in counted for path in part}
-        of_samples: dict[Path, bool] = {}
         unread = {path[:2] for path in paths if path[-1] == _UNREAD}
         for path in paths:
             expected = int(tried.get(("term", path), 0))
             if not expected or path[:2] in unread:
                 continue
+            before = tried["factor", path]
             if any(path not in part for *_, part in counted):
-                if not self._may_lack(path, counted, expected, tried, of_samples):
+                if not _adds_nothing(path, counted, expected, before):
+                    self._lacked.add(path)
                     for at in numbers:  # rows of both kinds may be in those that have it
-                        lacks = path not in self._made[at][2]
-                        odd[at] = max(odd.get(at, 0.0), math.inf if lacks else 0.0)
+                        odd.setdefault(at, 0.0 if path in self._made[at][2] else math.inf)
                 continue
             relation = _relation(path, counted, expected)
             if not relation:
+                self._others = True
                 odd.update(zip(numbers, _apart(path, counted), strict=True))
-            before = tried["factor", path]
             if not relation or math.isnan(before):
                 continue
             if not _close(_figure(relation, path, counted), before):
                 tried["factor", path] = math.nan
                 odd.setdefault(len(self._made) - 1, 0.0)
         return sorted(odd, key=lambda at: -odd[at])
+
+    def settle(self, tried: dict[tuple[Any, ...], float]) -> bool:
+        """All micro-batches that strays() has named were proven. Whether nothing is left that must
+        not be: a term that some lack is a sum of as many as there are samples, or of other rows,
+        which their proofs have shown, and tells no more.
+        """
+        tried.update({("term", path): 0.0 for path in self._lacked})
+        return not self._others
