@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
-from oomkit._proof.graphs.terms import Terms
+from oomkit._proof.graphs.terms import Part, Terms, note_terms
 from proof.test_proof_one_row_fits import Normed
 
 ROWS, LATER, CALLS = 64, 5, 7
@@ -403,6 +403,13 @@ def test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update() -> No
     with pytest.raises(oomkit.SplitError, match="cannot split"):
         step(x)
     assert torch.equal(model.weight, before)
+
+
+def test_a_complex_loss_has_no_terms() -> None:
+    part: Part = {}
+    z = torch.ones(2, dtype=torch.complex128, requires_grad=True)
+    note_terms(part, [z.sum() * 2j, (z * 2j).abs().sum() / 4])
+    assert list(part.values()) == [[0.25, 0.25, 4]]
 
 
 def test_numbers_that_no_proof_explains_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

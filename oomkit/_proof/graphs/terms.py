@@ -130,6 +130,8 @@ def note_terms(part: Part, roots: Any) -> None:
     for at, root in enumerate(roots if isinstance(roots, (tuple, list)) else (roots,)):
         if not isinstance(root, torch.Tensor) or root.grad_fn is None or root.numel() != 1:
             continue
+        if root.is_complex():  # what it is multiplied by is compared as a real number
+            continue
         found = []
         before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
         try:
