@@ -309,10 +309,15 @@ oomkit_paths_prove(oomkit_call *call, oomkit_slice rows)
 int
 oomkit_paths_prove_next(oomkit_call *call, int64_t at)
 {
+    oomkit_proven *found;
+
     if (call->cut->paths.count >= PROOFS || paths_are_proven(call, at)) {
         return 0;
     }
-    oomkit_proven_find(call)->level = OOMKIT_PROVEN_NOT;
+    found = oomkit_proven_find(call);
+    if (found != NULL) { /* else another thread's call has taken its place */
+        found->level = OOMKIT_PROVEN_NOT;
+    }
     call->cut->paths.anchor = call->cut->slices[at].start + 1;
     return 1;
 }

@@ -49,22 +49,22 @@ terms_refuse(oomkit_call *call)
 
 /* New list of micro-batches, the oddest first, or NULL. */
 static PyObject *
-terms_stray(oomkit_call *call, const oomkit_proven *found)
+terms_stray(oomkit_call *call, PyObject *tried)
 {
     PyObject *odd = NULL; /* owned, returned */
 
     EXEMPT (call->st) {
-        odd = PyObject_CallMethod(call->cut->terms, "strays", "O", found->tried);
+        odd = PyObject_CallMethod(call->cut->terms, "strays", "O", tried);
     }
     return odd;
 }
 
 /* All of them are proven, or enough: does that explain them? 1, 0 or -1. */
 static int
-terms_settle(oomkit_call *call, const oomkit_proven *found)
+terms_settle(oomkit_call *call, PyObject *tried)
 {
     OWNED PyObject *explained =
-        PyObject_CallMethod(call->cut->terms, "settle", "O", found->tried);
+        PyObject_CallMethod(call->cut->terms, "settle", "O", tried);
 
     return explained == NULL ? -1 : explained == Py_True;
 }
@@ -73,7 +73,7 @@ int
 oomkit_terms_are_new(oomkit_call *call)
 {
     oomkit_proven *found;
-    OWNED PyObject *odd = NULL;
+    OWNED PyObject *odd = NULL, *tried = NULL;
     Py_ssize_t i;
     int explained;
 
@@ -81,14 +81,18 @@ oomkit_terms_are_new(oomkit_call *call)
         call->cut->terms == NULL) {
         return 0;
     }
-    found = oomkit_proven_find(call);
-    odd = found->tried == NULL ? PyList_New(0) : terms_stray(call, found);
+    /* Calls into Python let other threads' calls take the place of what was found. */
+    tried = Py_XNewRef(oomkit_proven_find(call)->tried);
+    odd = tried == NULL ? PyList_New(0) : terms_stray(call, tried);
     if (odd == NULL || PyList_GET_SIZE(odd) == 0) {
         return odd == NULL ? -1 : 0;
     }
     if (oomkit_updates_made(call) > 0 || oomkit_update_is_final(call)) {
-        found->unseen = 1; /* it is the next call that is proven */
-        return terms_settle(call, found) < 0 ? -1 : 0;
+        found = oomkit_proven_find(call);
+        if (found != NULL) {
+            found->unseen = 1; /* it is the next call that is proven */
+        }
+        return terms_settle(call, tried) < 0 ? -1 : 0;
     }
     for (i = 0; i < PyList_GET_SIZE(odd); i++) {
         const int64_t at = PyLong_AsLongLong(PyList_GET_ITEM(odd, i));
@@ -96,6 +100,6 @@ oomkit_terms_are_new(oomkit_call *call)
             return 1;
         }
     }
-    explained = terms_settle(call, found);
+    explained = terms_settle(call, tried);
     return explained == 0 ? terms_refuse(call) : explained < 0 ? -1 : 0;
 }

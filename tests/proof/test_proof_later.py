@@ -6,6 +6,7 @@ found by losses in calls 2, 4, 8, ...
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -422,6 +423,37 @@ def test_numbers_that_no_proof_explains_are_refused(monkeypatch: pytest.MonkeyPa
     assert all(map(torch.equal, before, program.values()))
     with pytest.warns(oomkit.OomkitWarning, match="could not be verified"):
         program.train(1, accumulation_steps=2, verify="warn")
+
+
+def test_another_thread_may_take_the_place_of_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with other structures of batches, while numbers beside the loss are looked at."""
+    model = nn.Linear(4, 1, bias=False).double()
+    asked: Seen[int] = Seen()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, *more: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    def others() -> None:
+        x = torch.zeros(8, 4, dtype=torch.float64)
+        for number in range(1, 10):
+            step(x, *[x] * number)
+
+    def strays(self: Terms, tried: Any) -> list[int]:
+        asked.append(1)
+        if len(asked) > 1:
+            return []
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join()
+        return [1]
+
+    monkeypatch.setattr(Terms, "strays", strays)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    step(x)
+    (expected,) = torch.autograd.grad(model(x).square().mean(), model.weight)
+    assert len(asked) > 10
+    torch.testing.assert_close(model.weight.grad, expected)
 
 
 def test_what_the_graph_does_not_show_is_found_by_losses() -> None:

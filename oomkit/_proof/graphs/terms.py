@@ -306,9 +306,9 @@ class Terms:
         return sorted(odd, key=lambda at: -odd[at])
 
     def settle(self, tried: dict[tuple[Any, ...], float]) -> bool:
-        """All micro-batches that strays() has named were proven. Whether nothing is left that must
-        not be: a term that some lack is a sum of as many as there are samples, or of other rows,
-        which their proofs have shown, and tells no more.
+        """All micro-batches that strays() has named were proven. Whether that explains them: it
+        does where some only lack a term, which is not looked at again, and not where numbers of
+        one term differ.
         """
         tried.update({("term", path): 0.0 for path in self._lacked})
         return not self._others
