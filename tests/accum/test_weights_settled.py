@@ -283,7 +283,7 @@ def test_no_memory_while_it_is_proven_again(parts: int) -> None:
     masks = _late(torch.float64, 1)
     want = _train(lambda step: step, masks, 2)
     equal = 0
-    for nth in places(8 * parts):
+    for nth in places(16 * parts):
         fault = inject_oom(nth=nth)
         try:
             got = _train(oomkit.auto_batch(accumulation_steps=parts), masks, 2, last=fault)

@@ -23,7 +23,7 @@ CASES = list(itertools.product(KNOWN, TROUBLES))
 
 @pytest.mark.parametrize(
     ("name", "trouble"),
-    with_rest(sampled(CASES, len(CASES) // 4, "known", kind=lambda case: case[0]), CASES),
+    with_rest(sampled(CASES, len(CASES) // 6, "known", kind=lambda case: case[0]), CASES),
 )
 def test_exact_or_refused_before_the_update(name: str, trouble: str) -> None:
     program = KNOWN[name]

@@ -43,7 +43,7 @@ def _inside_a_hook(
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("returned", [False, True])
 def test_a_call_in_a_hook(k: int, returned: bool) -> None:
-    for nth in places(3):
+    for nth in places(7):
         model, x, y = world()
         compute: Any = loss_of(model) if returned else _whole(model)
         step = oomkit.auto_batch(compute, accumulation_steps=k)
@@ -95,7 +95,7 @@ def test_a_call_in_a_reentrant_checkpoint(k: int, what: str) -> None:
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_call_in_a_hook_of_a_protected_backward(k: int) -> None:
-    for nth in places(3):
+    for nth in places(7):
         model, x, y = world()
         other, _, _ = world()
         inner = oomkit.auto_batch(loss_of(model), accumulation_steps=k)

@@ -22,7 +22,7 @@ CASES = list(itertools.product(FORMS, TIMES))
 
 @pytest.mark.parametrize(("name", "kind"), sampled(CASES, 5, "forms", kind=lambda case: case[0]))
 def test_each_allocation_of_an_evaluation(name, kind):
-    first, every = stride(67 if "generate" in name else 3)
+    first, every = stride(113 if "generate" in name else 4)
     found = sweep(name, kind, every, first)
     assert found.failures == []
     assert found.faults >= 2

@@ -16,7 +16,7 @@ from .world import PROGRAMS, Program, World
 
 PLACES = 5
 NUMBER, KEEP = (20, 20) if WHOLE else (PLACES, 1)
-SOME = set(sampled([*PROGRAMS], 80, "programs", kind=lambda name: PROGRAMS[name].outcome))
+SOME = set(sampled([*PROGRAMS], 60, "programs", kind=lambda name: PROGRAMS[name].outcome))
 
 
 def _parameters() -> list[object]:
@@ -115,7 +115,7 @@ def test_places_are_spread_over_phases_and_calls() -> None:
 IN_PARTS = [p for p in PROGRAMS.values() if not p.name.startswith("spawned")]
 
 
-@pytest.mark.parametrize("program", sampled(IN_PARTS, 25, "in parts"), ids=lambda p: p.name)
+@pytest.mark.parametrize("program", sampled(IN_PARTS, 18, "in parts"), ids=lambda p: p.name)
 def test_with_updates_in_parts_no_error_leaves_one_half_done(program: Program) -> None:
     updates = [p for p in places(program, 20) if p.phase == "optimizer"]
     plain = run(program, World())

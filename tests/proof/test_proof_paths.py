@@ -185,7 +185,7 @@ OF_ROWS = [in_the_last_rows, factor_of_rows, layered]
 
 
 COUPLED = list(itertools.product([*EVERYWHERE, *OF_ROWS], [False, True], [2, ROWS]))
-SOME = sampled(COUPLED, len(COUPLED) // 2, "coupled", kind=lambda case: case[0])
+SOME = sampled(COUPLED, len(COUPLED) // 3, "coupled", kind=lambda case: case[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient hook of")

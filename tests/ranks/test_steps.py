@@ -107,6 +107,10 @@ SOME_ROWS = sampled(ROWS, 2, "rows", kind=lambda case: case[1])  # have reduced
 SOME_USED = [*shards.USED] if WHOLE else ["last", "by_rank"]  # what is told in more than a step
 GATHERED = list(itertools.product(shards.GATHERED, (None, False)))
 SOME_GATHERED = [("evaluated", False), ("teacher", None)]
+GATHERED_FAULTS = {
+    kind: sampled(shards.GATHERED_FAULTS, 5, kind, kind=lambda case: case[0])
+    for kind in shards.GATHERED
+}
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("steps:split_from_the_start", {}),
     **{
@@ -131,7 +135,10 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "accumulated": ("steps:accumulated", {}),
     **{f"many, {used}": ("shards:many", {"used": used}) for used in shards.USED},
     **{
-        f"gathered, {kind} {verify}": ("shards:gathered", {"kind": kind, "verify": verify})
+        f"gathered, {kind} {verify}": (
+            "shards:gathered",
+            {"kind": kind, "verify": verify, "faults": GATHERED_FAULTS[kind]},
+        )
         for kind, verify in GATHERED
     },
     "averaged": ("shards:averaged", {}),
@@ -487,9 +494,9 @@ def test_so_it_may_where_not_all_ranks_share_memory(where: dict[str, Any]) -> No
 @pytest.mark.parametrize(("kind", "verify"), with_rest(SOME_GATHERED, GATHERED))
 def test_parameters_that_are_gathered_when_a_call_begins_or_ends(kind: str, verify: Any) -> None:
     """By an evaluation, the user's own unshard(), or a model of the step without a backward."""
-    first, second = _of(f"gathered, {kind} {verify}")
-    assert max(first[0], second[0]) < 1e-12
-    assert first[1] == second[1] == 6
+    for number, (far, fired) in enumerate(_of(f"gathered, {kind} {verify}")):
+        assert far < 1e-12
+        assert fired == sum(f in (str(number), "all") for f, *_ in GATHERED_FAULTS[kind])
 
 
 @pytest.mark.parametrize("where", with_rest(FARTHER[2:], FARTHER), ids=["1 + 2", "2 + 2", "gloo"])

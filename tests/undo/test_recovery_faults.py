@@ -20,18 +20,18 @@ from undo.recovery_points import SUITES, Own, Point, chain, prove, run
 SEED = int(os.environ.get("OOMKIT_FUZZ_SEED", "1"))
 # How many points there are between two that are done here, for some 2 seconds in all.
 STRIDES = {
-    "out of memory once": 773,
-    "out of memory from there on": 773,
-    "oomkit's own memory": 419,
-    "oomkit's own memory from there on": 419,
-    "again in a later attempt": 1031,
-    "again, in oomkit's own memory": 1031,
-    "again, and from there on": 1031,
-    "an interrupt at a line": 17025,
-    "an exception at a line": 17025,
-    "an interrupt at a function": 1113,
-    "an exception at a function": 1113,
-    "out of memory at a function": 1113,
+    "out of memory once": 1709,
+    "out of memory from there on": 1709,
+    "oomkit's own memory": 907,
+    "oomkit's own memory from there on": 907,
+    "again in a later attempt": 2239,
+    "again, in oomkit's own memory": 2239,
+    "again, and from there on": 2239,
+    "an interrupt at a line": 36011,
+    "an exception at a line": 36011,
+    "an interrupt at a function": 2503,
+    "an exception at a function": 2503,
+    "out of memory at a function": 2503,
 }
 
 

@@ -118,6 +118,12 @@ GATHERED = (
     "frozen_teacher",
     "teacher",
 )
+GATHERED_FAULTS = [
+    (fails, *fault)
+    for fails in ("nothing", "0", "1", "all")
+    for fault in (("forward", 1, 1), ("forward", 9, 0), ("backward", 3, 2))
+]
+"""Whose allocation of which phase fails, and in which step."""
 """What has gathered parameters when a call begins or ends, or a micro-batch does."""
 
 
@@ -190,13 +196,12 @@ def gathered(rank: Rank) -> list[Any]:
         return made.values()
 
     expected = run(None, 0, False)
-    for fails in (None, 0, 1, dist.get_world_size()):
-        for phase, nth, at in (("forward", 1, 1), ("forward", 9, 0), ("backward", 3, 2)):
-            meant = fails in (rank.rank, dist.get_world_size())
-            fault = inject_oom(nth=nth, phase=phase) if meant else None
-            print(kind, fails, phase, nth, flush=True)
-            far = max(far, float((run(fault, at, True) - expected).abs().max()))
-            fired += 0 if fault is None else fault.fired
+    for fails, phase, nth, at in rank.arguments.get("faults", GATHERED_FAULTS):
+        meant = fails in (str(rank.rank), "all")
+        fault = inject_oom(nth=nth, phase=phase) if meant else None
+        print(kind, fails, phase, nth, flush=True)
+        far = max(far, float((run(fault, at, True) - expected).abs().max()))
+        fired += 0 if fault is None else fault.fired
     return [far, fired]
 
 
