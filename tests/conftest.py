@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 # Before torch loads OpenMP: waiting threads that spin make a busy machine crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -21,6 +21,7 @@ os.environ.setdefault("OOMKIT_SUMMARY", "0")
 import pytest
 import torch
 from helpers.collector import hide_modules
+from helpers.sample import LEFT_OUT
 from helpers.seeds import seed_all
 
 import oomkit
@@ -75,6 +76,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):  # not in keywords: a clone may stand in a folder "gpu"
             item.add_marker(skip)
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    if items:
+        items[0].config.stash.setdefault(LEFT_OUT, []).extend(item.nodeid for item in items)
 
 
 @pytest.hookimpl(wrapper=True)

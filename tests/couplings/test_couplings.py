@@ -15,7 +15,7 @@ from .explore import Found, couples, explore
 from .grammar import PLACES, Sentence, sentence
 from .judge import Trouble, Verdict, judge
 
-PROGRAMS = 40
+PROGRAMS = 30
 MANY = 3000
 
 

@@ -17,6 +17,9 @@ import pytest
 WHOLE = os.environ.get("OOMKIT_TEST_WHOLE") == "1"
 SEED = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
 
+LEFT_OUT = pytest.StashKey[list[str]]()
+"""Of a session: names of tests that are not to run in it, as those with the mark `whole`."""
+
 T = TypeVar("T")
 
 

@@ -6,6 +6,7 @@ its parameters): the record's type may be emptied before the record.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ def test_exit_is_silent(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "-c", "/dev/null", str(program)],
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,

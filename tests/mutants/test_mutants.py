@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from helpers.sample import LEFT_OUT
 
 from .__main__ import mapped_tests
 from .catalogue import CATALOGUES, MUTANTS
@@ -44,8 +45,10 @@ def test_the_edit_fits_the_source_and_its_tests_exist(mutant: Mutant) -> None:
 def test_pytest_finds_their_tests(request: pytest.FixtureRequest) -> None:
     """By their whole names: the values of parameters may have others by now."""
     names = {f"tests/{test}" for mutant in MUTANTS for test in mutant.tests}
-    for item in request.session.items:  # all of them are here, where all tests run
-        names -= {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}
+    left_out = request.config.stash.get(LEFT_OUT, [])
+    # All of them are here, where all tests run.
+    for node in (*(item.nodeid for item in request.session.items), *left_out):
+        names -= {node, node.partition("[")[0], node.partition("::")[0]}
     if not names:
         return
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
