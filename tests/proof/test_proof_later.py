@@ -216,6 +216,25 @@ def _hard_squares(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tenso
     return F.mse_loss(out[kept], F.one_hot(y, 4).double()[kept])
 
 
+def _over_kept(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    losses = F.cross_entropy(out, y, reduction="none")
+    kept = _kept(losses, late)
+    return (losses * kept).sum() / kept.sum()
+
+
+def _hard_stacked(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    both = [_over_kept(out, y, late), 0.1 * out.square().mean()]
+    return torch.stack(both).sum()
+
+
+def _hard_stacked_mean(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    return torch.stack([0.1 * out.square().mean(), _over_kept(out, y, late)]).mean(0)
+
+
+def _hard_finite(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    return torch.nan_to_num(_over_kept(out, y, late))
+
+
 def _matched(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
     found = sum(1 for each in out.tolist() if late and each[0] > -0.5)
     return F.cross_entropy(out, y, reduction="sum") / max(1, found)
@@ -240,7 +259,9 @@ def _numbered(later: Number) -> Program:
 
 @pytest.mark.parametrize("steps", [2, 5, ROWS // 2])  # no count is more than 1 of one row
 @pytest.mark.parametrize(
-    "later", [_alpha, _factor, _hard_by_hand, _hard_mean, _hard_squares, _matched, _tamed]
+    "later",
+    [_alpha, _factor, _hard_by_hand, _hard_mean, _hard_squares, _hard_stacked]
+    + [_hard_stacked_mean, _hard_finite, _matched, _tamed],
 )
 def test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update(
     later: Number, steps: int

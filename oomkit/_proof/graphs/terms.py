@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,11 +26,17 @@ _ONES = 64  # comparisons of a sum that is divided by 1: 10 or more calls
 _EQUAL = 1e-5  # relative: one element more or less of so many
 _SUMS = frozenset({"Add", "Sub"})
 # In each of their arguments.
-_LINEAR = frozenset("Add Clone Div Mul Neg Squeeze Sub ToCopy Unsqueeze UnsafeView View".split())
+_LINEAR = frozenset(
+    "Add Clone Div Mul NanToNum Neg Rsub Squeeze Sub ToCopy Unsqueeze UnsafeView View".split()
+)
+_OF_STACKS = frozenset({"Mean", "Sum"})
+_FOLLOWED = _LINEAR | _OF_STACKS
 # A sum over rows, whose coefficient times the weight is the same in all micro-batches, or what
 # they share, like a penalty on parameters, whose coefficient is the same.
 _OF_ROWS, _SHARED = 1, 2
 
+# Where each function stands among the arguments of the one above; of a stack, how many it has, so
+# that one of samples is another one where there are fewer rows.
 Path = tuple[int, ...]
 _UNREAD = -1  # the end of a path: a root whose terms are too many, or cannot be read
 # By term: what it is multiplied by, the same without the number of elements of a mean, and what
@@ -92,6 +99,23 @@ def _factor(node: Any, kind: str, at: int) -> Any:
     return node._saved_alpha if at and kind in _SUMS else 1.0
 
 
+def _below(node: Any, kind: str) -> Iterator[tuple[Path, Any, Any]]:
+    """What a linear function adds up: how the path goes on, a function, and what that is
+    multiplied by, or divided by."""
+    for at, (of, nr) in enumerate(node.next_functions) if kind in _FOLLOWED else ():
+        elements = 0 if of is None else math.prod(of._input_metadata[nr].shape)
+        if elements == 1 and kind in _LINEAR:
+            factor = _factor(node, kind, at)
+            if factor is not None:
+                yield (at,), of, factor
+        elif elements > 1 and kind in _OF_STACKS and _kind(of) == "Stack":
+            among = of.next_functions
+            share = 1.0 / len(among) if kind == "Mean" else 1.0
+            for i, (each, nr) in enumerate(among):
+                if each is not None and not each._input_metadata[nr].shape:
+                    yield (at, -len(among) - 1, i), each, share
+
+
 def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
     """Terms of a loss: where each is in the graph, and see `Part`. None where there are many."""
     found: list[tuple[Path, list[Any]]] = []
@@ -102,17 +126,12 @@ def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
         node, path, by, over = work.pop()
         kind = _kind(node)
         is_term = True
-        for at, (of, nr) in enumerate(node.next_functions) if kind in _LINEAR else ():
-            if of is None or math.prod(of._input_metadata[nr].shape) != 1:
-                continue
-            factor = _factor(node, kind, at)
-            if factor is None:
-                continue
+        for more, of, factor in _below(node, kind):
             is_term = False
             if kind == "Div":
-                work.append((of, (*path, at), _over(by, factor), factor))
+                work.append((of, path + more, _over(by, factor), factor))
             else:
-                work.append((of, (*path, at), by * factor, over))
+                work.append((of, path + more, by * factor, over))
         if is_term:
             elements = _elements(node, kind)
             found.append((path, [by if elements is None else _over(by, elements), by, over]))
