@@ -231,6 +231,19 @@ def _hard_stacked_mean(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.
     return torch.stack([0.1 * out.square().mean(), _over_kept(out, y, late)]).mean(0)
 
 
+def _hard_once_more(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    return _over_kept(out, y, late).mean()  # as for the losses of several devices
+
+
+def _hard_shaped(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    return _over_kept(out, y, late).reshape(1)[0]
+
+
+def _hard_in_a_row(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    both = [_over_kept(out, y, late), 0.1 * out.square().mean()]
+    return torch.cat([each.unsqueeze(0) for each in both]).sum()
+
+
 def _hard_finite(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
     return torch.nan_to_num(_over_kept(out, y, late))
 
@@ -260,8 +273,8 @@ def _numbered(later: Number) -> Program:
 @pytest.mark.parametrize("steps", [2, 5, ROWS // 2])  # no count is more than 1 of one row
 @pytest.mark.parametrize(
     "later",
-    [_alpha, _factor, _hard_by_hand, _hard_mean, _hard_squares, _hard_stacked]
-    + [_hard_stacked_mean, _hard_finite, _matched, _tamed],
+    [_alpha, _factor, _hard_by_hand, _hard_mean, _hard_squares, _hard_stacked, _hard_stacked_mean]
+    + [_hard_once_more, _hard_shaped, _hard_in_a_row, _hard_finite, _matched, _tamed],
 )
 def test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update(
     later: Number, steps: int

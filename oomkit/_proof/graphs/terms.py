@@ -29,8 +29,11 @@ _SUMS = frozenset({"Add", "Sub"})
 _LINEAR = frozenset(
     "Add Clone Div Mul NanToNum Neg Rsub Squeeze Sub ToCopy Unsqueeze UnsafeView View".split()
 )
+# Of several rows these are terms.
+_OF_ONE = frozenset({"Expand", "Mean", "Select", "Sum"})
 _OF_STACKS = frozenset({"Mean", "Sum"})
-_FOLLOWED = _LINEAR | _OF_STACKS
+_STACKS = frozenset({"Cat", "Stack"})
+_SHAPES = frozenset({"Unsqueeze", "View"})
 # A sum over rows, whose coefficient times the weight is the same in all micro-batches, or what
 # they share, like a penalty on parameters, whose coefficient is the same.
 _OF_ROWS, _SHARED = 1, 2
@@ -99,21 +102,37 @@ def _factor(node: Any, kind: str, at: int) -> Any:
     return node._saved_alpha if at and kind in _SUMS else 1.0
 
 
+def _is_scalar(of: Any, nr: int) -> bool:
+    """Whether a value without dimensions, or that in another shape: not the one row of a small
+    micro-batch."""
+    if not of._input_metadata[nr].shape:
+        return True
+    above, at = of.next_functions[0] if _kind(of) in _SHAPES else (None, 0)
+    return above is not None and not above._input_metadata[at].shape
+
+
 def _below(node: Any, kind: str) -> Iterator[tuple[Path, Any, Any]]:
     """What a linear function adds up: how the path goes on, a function, and what that is
     multiplied by, or divided by."""
-    for at, (of, nr) in enumerate(node.next_functions) if kind in _FOLLOWED else ():
-        elements = 0 if of is None else math.prod(of._input_metadata[nr].shape)
-        if elements == 1 and kind in _LINEAR:
-            factor = _factor(node, kind, at)
-            if factor is not None:
-                yield (at,), of, factor
-        elif elements > 1 and kind in _OF_STACKS and _kind(of) == "Stack":
-            among = of.next_functions
+    if kind in _LINEAR:
+        for at, (of, nr) in enumerate(node.next_functions):
+            if of is not None and math.prod(of._input_metadata[nr].shape) == 1:
+                factor = _factor(node, kind, at)
+                if factor is not None:
+                    yield (at,), of, factor
+    elif kind in _OF_ONE:
+        of, nr = node.next_functions[0]
+        shape = of._input_metadata[nr].shape
+        if len(shape) > 1 or math.prod(shape) > _MOST:
+            return
+        among = of.next_functions if kind in _OF_STACKS and _kind(of) in _STACKS else ()
+        if not shape or _is_scalar(of, nr):
+            yield (0,), of, 1.0
+        elif among and all(each is None or _is_scalar(each, nr) for each, nr in among):
             share = 1.0 / len(among) if kind == "Mean" else 1.0
-            for i, (each, nr) in enumerate(among):
-                if each is not None and not each._input_metadata[nr].shape:
-                    yield (at, -len(among) - 1, i), each, share
+            for i, (each, _) in enumerate(among):
+                if each is not None:
+                    yield (-len(among) - 1, i), each, share
 
 
 def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
