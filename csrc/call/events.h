@@ -10,8 +10,9 @@ struct oomkit_step;
 
 /* An outermost backward of a call. */
 typedef struct oomkit_backward {
-    PyObject *roots; /* borrowed: what the engine was given */
-    double weight;   /* of its gradients; 0: there is nothing to run */
+    PyObject *roots;     /* borrowed: what the engine was given */
+    PyObject *gradients; /* borrowed: theirs, of which torch makes those of ones */
+    double weight;       /* of its gradients; 0: there is nothing to run */
 } oomkit_backward;
 
 /* A call of a method of an optimizer, a scheduler, a scaler, an averaged model. */

@@ -156,6 +156,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
 {
     oomkit_backward backward = {
         .roots = PyVectorcall_NARGS(nargsf) > 0 ? args[0] : call->st->empty_tuple,
+        .gradients = PyVectorcall_NARGS(nargsf) > 1 ? args[1] : Py_None,
         .weight = 1.0};
     PyObject *result; /* owned */
 

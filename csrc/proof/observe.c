@@ -23,10 +23,16 @@ watch_tell(const oomkit_proof *p, const char *method, PyObject *argument)
 }
 
 static int
-proof_root(oomkit_call *call, PyObject *roots)
+proof_root(oomkit_call *call, const oomkit_backward *backward)
 {
+    OWNED PyObject *done = NULL;
+
     call->proof->trained = 1;
-    return watch_tell(call->proof, "root", roots);
+    EXEMPT (call->st) {
+        done = PyObject_CallMethod(call->proof->judge, "root", "OO", backward->roots,
+                                   backward->gradients);
+    }
+    return done == NULL ? -1 : 0;
 }
 
 /* The gradients that this call has accumulated, None where there is none. New list or
@@ -278,8 +284,8 @@ proof_micro_begins(oomkit_call *call)
 static int
 proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
 {
-    return call->proof != NULL ? proof_root(call, backward->roots)
-           : call->split       ? oomkit_terms_note(call, backward->roots)
+    return call->proof != NULL ? proof_root(call, backward)
+           : call->split       ? oomkit_terms_note(call, backward)
                                : 0;
 }
 

@@ -337,7 +337,7 @@ oomkit_proof_put_back(oomkit_proof *p);
 
 /* A backward of a micro-batch begins. 0 or -1. */
 int
-oomkit_terms_note(oomkit_call *call, PyObject *roots);
+oomkit_terms_note(oomkit_call *call, const oomkit_backward *backward);
 /* At the end of the last micro-batch, or before its update: 1 where another proof is to
  * tell of terms, with which the attempt begins again; 0, or -1 with SplitError. */
 int

@@ -6,7 +6,7 @@
 #include "proof.h"
 
 int
-oomkit_terms_note(oomkit_call *call, PyObject *roots)
+oomkit_terms_note(oomkit_call *call, const oomkit_backward *backward)
 {
     oomkit_cut *cut = call->cut;
     OWNED PyObject *done = NULL;
@@ -19,9 +19,10 @@ oomkit_terms_note(oomkit_call *call, PyObject *roots)
             cut->terms = PyObject_CallMethod(call->st->proof, "terms", NULL);
         }
         if (cut->terms != NULL) {
-            done = PyObject_CallMethod(
-                cut->terms, "note", "OLLd", roots, (long long)cut->at,
-                (long long)cut->slices[cut->at].length, cut->weights[cut->at]);
+            done = PyObject_CallMethod(cut->terms, "note", "OOLLd", backward->roots,
+                                       backward->gradients, (long long)cut->at,
+                                       (long long)cut->slices[cut->at].length,
+                                       cut->weights[cut->at]);
         }
     }
     return done == NULL ? -1 : 0;

@@ -306,9 +306,10 @@ static PyObject *
 verify_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
                 size_t nargsf, PyObject *kwnames)
 {
-    OWNED PyObject *done =
-        PyObject_CallMethod(call->cut->verification, "root", "(O)",
-                            PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None);
+    const Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    OWNED PyObject *done = PyObject_CallMethod(call->cut->verification, "root", "OO",
+                                               n > 0 ? args[0] : call->st->empty_tuple,
+                                               n > 1 ? args[1] : Py_None);
 
     (void)engine;
     (void)kwnames;

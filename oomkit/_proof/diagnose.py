@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .rows import findings, places
+from .values import loss_of
 
 IGNORED = -100  # the value that PyTorch's losses leave out by default
 
@@ -137,24 +138,18 @@ class Verification:
         self._rows: list[int] = []
         self.tolerance = 0.0
 
-    def _note(self, *losses: torch.Tensor) -> None:
-        self.tolerance = max(self.tolerance, *map(tolerance, losses))
-        self._roots.append(sum(float(loss.detach().item()) for loss in losses))
-
-    def root(self, roots: Any) -> None:
-        """The tensors of one backward; a vector with a gradient of its own is no loss."""
+    def root(self, roots: Any, gradients: Any = None) -> None:
+        """The tensors of one backward, and the gradient of each."""
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
-        if tensors and all(tensor.numel() == 1 for tensor in tensors):
-            self._note(*tensors)
-        else:
-            self._roots.append(math.nan)
+        self.tolerance = max([self.tolerance, *map(tolerance, tensors)])
+        self._roots.append(loss_of(tensors, gradients))
 
     def finish(self, result: Any, loss: Any, rows: int) -> None:
         """The end of a run: its returned loss counts where no backward ran."""
         outputs: dict[str, Any] = {}
         if not self._roots:
             if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point():
-                self._note(loss)
+                self.root(loss)
             elif isinstance(result, float):
                 self.tolerance = max(self.tolerance, _SINGLE)
                 self._roots.append(result)

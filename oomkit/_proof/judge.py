@@ -192,22 +192,18 @@ class Proof:
 
     # --- what it sees inside one ---
 
-    def root(self, roots: Any) -> None:
-        """An outermost backward begins."""
+    def root(self, roots: Any, gradients: Any) -> None:
+        """An outermost backward begins, with tensors and the gradient of each."""
         run = self._runs[self._now]
         if self._now == self._base and not any(run.losses):
             self._drop_cleared()
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
-        value = math.nan
         for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-                continue
-            self._note_loss(tensor)
-            if len(tensors) == 1 and tensor.numel() == 1:
-                value = float(tensor.detach())
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self._note_loss(tensor)
         run.begin_slice()
-        note_terms(run.terms[-1], roots)
-        run.losses[-1].append(value)
+        note_terms(run.terms[-1], roots, gradients)
+        run.losses[-1].append(values.loss_of(tensors, gradients))
         run.bounds[-1] += [b for t in tensors if isinstance(t, torch.Tensor) for b in bounds(t)]
 
     def _drop_cleared(self) -> None:

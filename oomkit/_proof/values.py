@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "is_rounding",
     "is_same",
     "kept_leaves",
+    "loss_of",
     "mark",
     "norm",
     "number",
@@ -147,6 +148,24 @@ def sizes(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float, float]:
     if not math.isfinite(sum(squares)) or min(squares[:2]) < _TINY:
         return norm(one), norm(two), apart(one, two)
     return math.sqrt(squares[0]), math.sqrt(squares[1]), math.sqrt(squares[2])
+
+
+def loss_of(roots: Sequence[Any], gradients: Any) -> float:
+    """What a backward differentiates: its roots times the gradients that they are given. nan where
+    nobody can tell."""
+    total = 0.0
+    for at, root in enumerate(roots):
+        if not isinstance(root, torch.Tensor) or not root.is_floating_point():
+            return math.nan
+        given = gradients[at] if gradients else None
+        if root.numel() == 1:
+            total += float(root.detach()) * (1.0 if given is None else float(given.detach()))
+        elif given is None or given.shape != root.shape:
+            return math.nan
+        else:
+            both = pieces(dense(root.detach()), dense(given.detach()))
+            total += sum(float(torch.sum(a * b, dtype=torch.float64)) for a, b in both)
+    return total if roots else math.nan
 
 
 def host(value: torch.Tensor) -> torch.Tensor:

@@ -290,6 +290,64 @@ def test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update(
         torch.testing.assert_close(one, two)
 
 
+def _number(losses: torch.Tensor, kept: torch.Tensor) -> None:
+    (losses * kept).sum().backward(gradient=1 / kept.sum().double())
+
+
+def _numbers(losses: torch.Tensor, kept: torch.Tensor) -> None:
+    losses.backward(gradient=kept / kept.sum().double())
+
+
+def _several(losses: torch.Tensor, kept: torch.Tensor) -> None:
+    number = 1 / kept.sum().double()
+    torch.autograd.backward(
+        [losses.mean(), (losses * kept).sum()], [torch.ones_like(number), number]
+    )
+
+
+def _rows(losses: torch.Tensor, kept: torch.Tensor) -> None:
+    losses.backward(gradient=losses.detach() * kept / len(kept))
+
+
+def _given(backward: Callable[[torch.Tensor, torch.Tensor], None]) -> Program:
+    """A program that gives its backward a gradient."""
+    program = Program(_plain)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        program.runs.append(len(x))
+        program.optimizer.zero_grad()
+        losses = F.cross_entropy(program.model(x), y, reduction="none")
+        backward(losses, _kept(losses, program.number >= LATER))
+        program.optimizer.step()
+
+    program.step = step  # type: ignore[method-assign,assignment]
+    return program
+
+
+@pytest.mark.parametrize("steps", [2, ROWS // 4])
+@pytest.mark.parametrize("backward", [_number, _numbers, _several])
+def test_a_gradient_given_to_a_backward_that_changes_is_refused_before_the_update(
+    backward: Callable[[torch.Tensor, torch.Tensor], None], steps: int
+) -> None:
+    program, plain = _given(backward), _given(backward)
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        program.train(accumulation_steps=steps)
+    assert program.number == LATER
+    plain.train(LATER)
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("steps", [2, ROWS // 4])
+def test_one_of_each_row_is_split(steps: int) -> None:
+    program, plain = _given(_rows), _given(_rows)
+    made = program.train(accumulation_steps=steps)
+    plain.train()
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+    assert made[LATER + 2 :] == [steps] * (CALLS - LATER - 2)
+
+
 def _annealed(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
     return _plain(out, y) + (0.5 if late else 0.25) * F.log_softmax(out, 1).square().mean()
 
@@ -443,7 +501,7 @@ def test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update() -> No
 def test_a_complex_loss_has_no_terms() -> None:
     part: Part = {}
     z = torch.ones(2, dtype=torch.complex128, requires_grad=True)
-    note_terms(part, [z.sum() * 2j, (z * 2j).abs().sum() / 4])
+    note_terms(part, [z.sum() * 2j, (z * 2j).abs().sum() / 4], None)
     assert list(part.values()) == [[0.25, 0.25, 4]]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,10 +136,11 @@ def _below(node: Any, kind: str) -> Iterator[tuple[Path, Any, Any]]:
                     yield (-len(among) - 1, i), each, share
 
 
-def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
-    """Terms of a loss: where each is in the graph, and see `Part`. None where there are many."""
+def _terms(root: torch.Tensor, by: Any) -> list[tuple[Path, list[Any]]]:
+    """Terms of a loss that is multiplied by a number: where each is in the graph, and see `Part`.
+    None where there are many."""
     found: list[tuple[Path, list[Any]]] = []
-    work: list[tuple[Any, Path, Any, Any]] = [(root.grad_fn, (), 1.0, math.nan)]
+    work: list[tuple[Any, Path, Any, Any]] = [(root.grad_fn, (), by, math.nan)]
     for _ in range(_STEPS):
         if not work:
             return found if len(found) <= _MOST else []
@@ -157,18 +159,33 @@ def _terms(root: torch.Tensor) -> list[tuple[Path, list[Any]]]:
     return []
 
 
-def note_terms(part: Part, roots: Any) -> None:
+def _given(gradients: Any, at: int) -> torch.Tensor | None:
+    """The gradient that the program gives a root. That of ones, which torch makes where there is
+    none, has no other reference, and is not read: a device would be waited for."""
+    if not isinstance(gradients, (tuple, list)) or at >= len(gradients):
+        return None
+    return None if sys.getrefcount(gradients[at]) <= 2 else gradients[at]
+
+
+def note_terms(part: Part, roots: Any, gradients: Any) -> None:
     """An outermost backward of a micro-batch begins.
 
     Args:
         part: its terms so far.
         roots: what the backward begins with.
+        gradients: of each.
     """
     number = len({path[0] for path in part}) if part else 0
     for at, root in enumerate(roots if isinstance(roots, (tuple, list)) else (roots,)):
-        if not isinstance(root, torch.Tensor) or root.grad_fn is None or root.numel() != 1:
+        if not isinstance(root, torch.Tensor) or root.grad_fn is None:
             continue
         if root.is_complex():  # what it is multiplied by is compared as a real number
+            continue
+        given = _given(gradients, at)
+        if root.numel() != 1:  # of many weights the largest tells what they are divided by
+            if given is not None and given.numel():
+                largest = _number(given.detach().abs().max())
+                part[number, at] = [largest, largest, math.nan]
             continue
         found = []
         before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
@@ -176,7 +193,7 @@ def note_terms(part: Part, roots: Any) -> None:
             # A checkpoint would run again, only to give a number that it has saved. As torch's
             # disable_saved_tensors_hooks(), which takes as long as all else here.
             _AUTOGRAD._saved_tensors_hooks_disable("oomkit reads a number")
-            found = _terms(root)
+            found = _terms(root, 1.0 if given is None else _number(given))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # so that; or freed, or written to, which the backward says itself
@@ -297,11 +314,11 @@ class Terms:
         self._lacked: set[Path] = set()  # terms that not all have, and that may tell nothing
         self._others = False  # numbers differ
 
-    def note(self, roots: Any, at: int, rows: int, weight: float) -> None:
+    def note(self, roots: Any, gradients: Any, at: int, rows: int, weight: float) -> None:
         """An outermost backward of micro-batch `at` begins."""
         while len(self._made) <= at:
             self._made.append((rows, weight, {}))
-        note_terms(self._made[at][2], roots)
+        note_terms(self._made[at][2], roots, gradients)
         self._is_new = True
 
     def strays(self, tried: dict[tuple[Any, ...], float]) -> list[int]:
