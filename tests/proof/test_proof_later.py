@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
-from oomkit._proof.graphs.terms import Part, Terms, note_terms
+from oomkit._proof.graphs.terms import Part, Terms, learn_terms, note_terms
 from proof.test_proof_one_row_fits import Normed
 
 ROWS, LATER, CALLS = 64, 5, 7
@@ -231,6 +231,18 @@ def _hard_stacked_mean(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.
     return torch.stack([0.1 * out.square().mean(), _over_kept(out, y, late)]).mean(0)
 
 
+def _hard_each(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    losses = F.cross_entropy(out, y, reduction="none")
+    kept = _kept(losses, late)
+    return (losses * kept / kept.sum()).sum()
+
+
+def _hard_each_of_mean(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
+    losses = F.cross_entropy(out, y, reduction="none")
+    kept = _kept(losses, late)
+    return (len(y) / kept.sum() * (losses * kept).view(-1, 1)).mean()
+
+
 def _hard_once_more(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
     return _over_kept(out, y, late).mean()  # as for the losses of several devices
 
@@ -274,6 +286,7 @@ def _numbered(later: Number) -> Program:
 @pytest.mark.parametrize(
     "later",
     [_alpha, _factor, _hard_by_hand, _hard_mean, _hard_squares, _hard_stacked, _hard_stacked_mean]
+    + [_hard_each, _hard_each_of_mean]
     + [_hard_once_more, _hard_shaped, _hard_in_a_row, _hard_finite, _matched, _tamed],
 )
 def test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update(
@@ -309,6 +322,10 @@ def _rows(losses: torch.Tensor, kept: torch.Tensor) -> None:
     losses.backward(gradient=losses.detach() * kept / len(kept))
 
 
+def _kept_rows(losses: torch.Tensor, kept: torch.Tensor) -> None:
+    losses.backward(gradient=kept.double() / len(kept))
+
+
 def _given(backward: Callable[[torch.Tensor, torch.Tensor], None]) -> Program:
     """A program that gives its backward a gradient."""
     program = Program(_plain)
@@ -338,9 +355,12 @@ def test_a_gradient_given_to_a_backward_that_changes_is_refused_before_the_updat
         torch.testing.assert_close(one, two)
 
 
-@pytest.mark.parametrize("steps", [2, ROWS // 4])
-def test_one_of_each_row_is_split(steps: int) -> None:
-    program, plain = _given(_rows), _given(_rows)
+@pytest.mark.parametrize("steps", [2, ROWS // 2])
+@pytest.mark.parametrize("backward", [_rows, _kept_rows])
+def test_one_of_each_row_is_split(
+    backward: Callable[[torch.Tensor, torch.Tensor], None], steps: int
+) -> None:
+    program, plain = _given(backward), _given(backward)
     made = program.train(accumulation_steps=steps)
     plain.train()
     for one, two in zip(program.values(), plain.values(), strict=True):
@@ -496,6 +516,24 @@ def test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update() -> No
     with pytest.raises(oomkit.SplitError, match="cannot split"):
         step(x)
     assert torch.equal(model.weight, before)
+
+
+def test_micro_batches_whose_rows_all_weigh_nothing_explain_themselves() -> None:
+    losses = torch.ones(4, requires_grad=True) * 2
+    tried: dict[tuple[Any, ...], float] = {}
+    parts = []
+    for size in (4, 2, 2):
+        parts.append((size, size / 4, Part()))
+        given = torch.ones(size) / size
+        note_terms(parts[-1][2], (losses[:size],), (given,))
+    learn_terms(tried, parts[0][2], parts[1:])
+    terms = Terms()
+    for at, given in enumerate((torch.zeros(2), torch.ones(2) / 2)):
+        terms.note((losses[:2],), (given,), at, 2, 0.5)
+    assert terms.strays(tried) == []
+    given = torch.ones(2)
+    terms.note((losses[:2],), (given,), 2, 2, 0.5)
+    assert terms.strays(tried)
 
 
 def test_a_complex_loss_has_no_terms() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,6 +34,8 @@ _OF_ONE = frozenset({"Expand", "Mean", "Select", "Sum"})
 _OF_STACKS = frozenset({"Mean", "Sum"})
 _STACKS = frozenset({"Cat", "Stack"})
 _SHAPES = frozenset({"Unsqueeze", "View"})
+# What has one argument, whose elements are treated alike.
+_ALIKE = _LINEAR - {"Add", "NanToNum", "Rsub", "Sub"}
 # A sum over rows, whose coefficient times the weight is the same in all micro-batches, or what
 # they share, like a penalty on parameters, whose coefficient is the same.
 _OF_ROWS, _SHARED = 1, 2
@@ -42,18 +43,21 @@ _OF_ROWS, _SHARED = 1, 2
 # Where each function stands among the arguments of the one above; of a stack, how many it has, so
 # that one of samples is another one where there are fewer rows.
 Path = tuple[int, ...]
-_UNREAD = -1  # the end of a path: a root whose terms are too many, or cannot be read
+# The end of a path: a root whose terms are too many, or cannot be read; the largest of the weights
+# that one of many elements is given.
+_UNREAD, _LARGEST = -1, -2
 # By term: what it is multiplied by, the same without the number of elements of a mean, and what
 # it was divided by last; nan where by nothing.
 Part = dict[Path, list[Any]]
 _Made = tuple[int, float, Part]  # rows and weight of a micro-batch, and its terms
 
 
-def _number(value: Any) -> Any:
-    """A number, or a tensor of one element on a device, which nothing waits for; else None."""
+def _number(value: Any, most: int = 64) -> Any:
+    """A number, or a tensor of one element on a device, which nothing waits for; None where it has
+    more elements, or dimensions than `most`."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.numel() != 1:
+    if value.numel() != 1 or value.ndim > most:
         return None
     return value.item() if value.is_cpu else value.detach().reshape(())
 
@@ -65,7 +69,7 @@ def _kind(node: Any) -> str:
     return str(kind) if number.isdigit() else ""
 
 
-def _saved(node: Any, name: str) -> Any:
+def _saved(node: Any, name: str, *most: int) -> Any:
     """What a function has saved, where that is a number, as `_number` gives it; else None."""
     hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
     # One of the program may give what it keeps once only, and the backward needs it. Those of
@@ -73,7 +77,7 @@ def _saved(node: Any, name: str) -> Any:
     whose = "torch" if hook is None else str(getattr(hook, "__module__", ""))
     if whose.partition(".")[0] not in ("torch", "oomkit"):
         return None
-    return _number(getattr(node, f"_saved_{name}"))
+    return _number(getattr(node, f"_saved_{name}"), *most)
 
 
 def _over(by: Any, number: Any) -> Any:
@@ -94,12 +98,12 @@ def _elements(node: Any, kind: str) -> Any:
     return None if of is None else math.prod(of._input_metadata[at].shape)
 
 
-def _factor(node: Any, kind: str, at: int) -> Any:
+def _factor(node: Any, kind: str, at: int, *most: int) -> Any:
     """What a function multiplies its argument by, or divides it by; None where it is not linear."""
     if kind == "Div":
-        return _saved(node, "other") if at == 0 else None
+        return _saved(node, "other", *most) if at == 0 else None
     if kind == "Mul":
-        return _saved(node, "self" if at else "other")
+        return _saved(node, "self" if at else "other", *most)
     return node._saved_alpha if at and kind in _SUMS else 1.0
 
 
@@ -112,50 +116,78 @@ def _is_scalar(of: Any, nr: int) -> bool:
     return above is not None and not above._input_metadata[at].shape
 
 
-def _below(node: Any, kind: str) -> Iterator[tuple[Path, Any, Any]]:
+_Below = list[tuple[Path, Any, Any]]
+
+
+def _below(node: Any, kind: str) -> _Below:
     """What a linear function adds up: how the path goes on, a function, and what that is
     multiplied by, or divided by."""
+    found: _Below = []
     if kind in _LINEAR:
         for at, (of, nr) in enumerate(node.next_functions):
             if of is not None and math.prod(of._input_metadata[nr].shape) == 1:
                 factor = _factor(node, kind, at)
                 if factor is not None:
-                    yield (at,), of, factor
+                    found.append(((at,), of, factor))
     elif kind in _OF_ONE:
         of, nr = node.next_functions[0]
         shape = of._input_metadata[nr].shape
         if len(shape) > 1 or math.prod(shape) > _MOST:
-            return
+            return found
         among = of.next_functions if kind in _OF_STACKS and _kind(of) in _STACKS else ()
         if not shape or _is_scalar(of, nr):
-            yield (0,), of, 1.0
+            found.append(((0,), of, 1.0))
         elif among and all(each is None or _is_scalar(each, nr) for each, nr in among):
             share = 1.0 / len(among) if kind == "Mean" else 1.0
-            for i, (each, _) in enumerate(among):
-                if each is not None:
-                    yield (-len(among) - 1, i), each, share
+            found += [
+                ((-len(among) - 1, i), each, share)
+                for i, (each, _) in enumerate(among)
+                if each is not None
+            ]
+    return found
+
+
+def _alike(node: Any, kind: str) -> _Below:
+    """The same of one that treats all elements alike, which are not alone in a larger batch."""
+    for at, (of, _) in enumerate(node.next_functions):
+        factor = None if of is None else _factor(node, kind, at, 0)
+        if factor is not None:
+            return [((at,), of, factor)]
+    return []
 
 
 def _terms(root: torch.Tensor, by: Any) -> list[tuple[Path, list[Any]]]:
     """Terms of a loss that is multiplied by a number: where each is in the graph, and see `Part`.
     None where there are many."""
     found: list[tuple[Path, list[Any]]] = []
-    work: list[tuple[Any, Path, Any, Any]] = [(root.grad_fn, (), by, math.nan)]
+    work: list[tuple[Any, Path, list[Any], bool]] = [(root.grad_fn, (), [by, by, math.nan], False)]
     for _ in range(_STEPS):
         if not work:
             return found if len(found) <= _MOST else []
-        node, path, by, over = work.pop()
+        node, path, term, has_rows = work.pop()
         kind = _kind(node)
-        is_term = True
-        for more, of, factor in _below(node, kind):
-            is_term = False
+        below: _Below = []
+        if not has_rows:
+            below = _below(node, kind)
+        elif kind in _ALIKE:
+            below = _alike(node, kind)
+        one, two, over = term
+        for more, of, factor in below:
             if kind == "Div":
-                work.append((of, path + more, _over(by, factor), factor))
+                now = [_over(one, factor), _over(two, factor), factor]
             else:
-                work.append((of, path + more, by * factor, over))
-        if is_term:
-            elements = _elements(node, kind)
-            found.append((path, [by if elements is None else _over(by, elements), by, over]))
+                now = [one * factor, two * factor, over]
+            work.append((of, path + more, now, has_rows))
+        if below:
+            continue
+        elements = None if has_rows else _elements(node, kind)
+        if elements is not None:
+            term = [_over(one, elements), two, over]
+        rows = None if has_rows or kind not in _OF_STACKS else node.next_functions[0][0]
+        if rows is not None and _kind(rows) in _ALIKE:
+            work.append((rows, (*path, 0), term, True))
+        else:
+            found.append((path, term))
     return []
 
 
@@ -185,7 +217,7 @@ def note_terms(part: Part, roots: Any, gradients: Any) -> None:
         if root.numel() != 1:  # of many weights the largest tells what they are divided by
             if given is not None and given.numel():
                 largest = _number(given.detach().abs().max())
-                part[number, at] = [largest, largest, math.nan]
+                part[number, at, _LARGEST] = [largest, largest, math.nan]
             continue
         found = []
         before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
@@ -210,7 +242,7 @@ def note_terms(part: Part, roots: Any, gradients: Any) -> None:
 
 
 def _read(parts: list[Part]) -> None:
-    """What is on devices, of which each waits once."""
+    """What is on devices, of which each waits once. Rows that all weigh 0 are no term."""
     waiting: dict[torch.device, list[tuple[list[Any], int]]] = {}
     for term in (term for part in parts for term in part.values()):
         for at, value in enumerate(term):
@@ -220,6 +252,9 @@ def _read(parts: list[Part]) -> None:
         numbers = torch.stack([term[at] for term, at in each]).tolist()
         for (term, at), number in zip(each, numbers, strict=True):
             term[at] = number
+    for part in parts:
+        for path in [path for path, term in part.items() if path[-1] == _LARGEST and not term[0]]:
+            del part[path]
 
 
 def _close(one: float, two: float) -> bool:
