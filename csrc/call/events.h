@@ -11,7 +11,7 @@ struct oomkit_step;
 /* An outermost backward of a call. */
 typedef struct oomkit_backward {
     PyObject *roots;     /* borrowed: what the engine was given */
-    PyObject *gradients; /* borrowed: theirs, of which torch makes those of ones */
+    PyObject *gradients; /* borrowed: theirs */
     double weight;       /* of its gradients; 0: there is nothing to run */
 } oomkit_backward;
 

@@ -25,12 +25,13 @@ watch_tell(const oomkit_proof *p, const char *method, PyObject *argument)
 static int
 proof_root(oomkit_call *call, const oomkit_backward *backward)
 {
-    OWNED PyObject *done = NULL;
+    OWNED PyObject *given = oomkit_terms_given(backward->gradients), *done = NULL;
 
     call->proof->trained = 1;
     EXEMPT (call->st) {
-        done = PyObject_CallMethod(call->proof->judge, "root", "OO", backward->roots,
-                                   backward->gradients);
+        done = given == NULL ? NULL
+                             : PyObject_CallMethod(call->proof->judge, "root", "OO",
+                                                   backward->roots, given);
     }
     return done == NULL ? -1 : 0;
 }

@@ -335,6 +335,11 @@ oomkit_proof_put_back(oomkit_proof *p);
 
 /* --- terms.c --- */
 
+/* The gradients that a program gives its roots. Those of ones, which torch makes where
+ * there is none and nothing else has, are None: to read them is to wait for a device.
+ * New tuple or NULL. */
+PyObject *
+oomkit_terms_given(PyObject *gradients);
 /* A backward of a micro-batch begins. 0 or -1. */
 int
 oomkit_terms_note(oomkit_call *call, const oomkit_backward *backward);

@@ -5,24 +5,39 @@
 #include "../optim/updating.h"
 #include "proof.h"
 
+PyObject *
+oomkit_terms_given(PyObject *gradients)
+{
+    const Py_ssize_t n = PyTuple_Check(gradients) ? PyTuple_GET_SIZE(gradients) : 0;
+    PyObject *given = PyTuple_New(n); /* owned, returned */
+    Py_ssize_t i;
+
+    for (i = 0; given != NULL && i < n; i++) {
+        PyObject *gradient = PyTuple_GET_ITEM(gradients, i); /* borrowed */
+        PyTuple_SET_ITEM(given, i,
+                         Py_NewRef(Py_REFCNT(gradient) > 1 ? gradient : Py_None));
+    }
+    return given;
+}
+
 int
 oomkit_terms_note(oomkit_call *call, const oomkit_backward *backward)
 {
     oomkit_cut *cut = call->cut;
-    OWNED PyObject *done = NULL;
+    OWNED PyObject *given = NULL, *done = NULL;
 
     if (!oomkit_paths_watched(call)) {
         return 0;
     }
+    given = oomkit_terms_given(backward->gradients);
     EXEMPT (call->st) {
         if (cut->terms == NULL) {
             cut->terms = PyObject_CallMethod(call->st->proof, "terms", NULL);
         }
-        if (cut->terms != NULL) {
-            done = PyObject_CallMethod(cut->terms, "note", "OOLLd", backward->roots,
-                                       backward->gradients, (long long)cut->at,
-                                       (long long)cut->slices[cut->at].length,
-                                       cut->weights[cut->at]);
+        if (given != NULL && cut->terms != NULL) {
+            done = PyObject_CallMethod(
+                cut->terms, "note", "OOLLd", backward->roots, given, (long long)cut->at,
+                (long long)cut->slices[cut->at].length, cut->weights[cut->at]);
         }
     }
     return done == NULL ? -1 : 0;

@@ -307,12 +307,14 @@ verify_backward(oomkit_call *call, PyObject *engine, PyObject *const *args,
                 size_t nargsf, PyObject *kwnames)
 {
     const Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    OWNED PyObject *done = PyObject_CallMethod(call->cut->verification, "root", "OO",
-                                               n > 0 ? args[0] : call->st->empty_tuple,
-                                               n > 1 ? args[1] : Py_None);
+    OWNED PyObject *given = oomkit_terms_given(n > 1 ? args[1] : Py_None), *done = NULL;
 
     (void)engine;
     (void)kwnames;
+    if (given != NULL) {
+        done = PyObject_CallMethod(call->cut->verification, "root", "OO",
+                                   n > 0 ? args[0] : call->st->empty_tuple, given);
+    }
     if (done == NULL) {
         return NULL;
     }

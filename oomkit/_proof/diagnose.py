@@ -138,8 +138,8 @@ class Verification:
         self._rows: list[int] = []
         self.tolerance = 0.0
 
-    def root(self, roots: Any, gradients: Any = None) -> None:
-        """The tensors of one backward, and the gradient of each."""
+    def root(self, roots: Any, gradients: tuple[Any, ...] = ()) -> None:
+        """The tensors of one backward, and the gradients that they are given."""
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
         self.tolerance = max([self.tolerance, *map(tolerance, tensors)])
         self._roots.append(loss_of(tensors, gradients))

@@ -192,8 +192,8 @@ class Proof:
 
     # --- what it sees inside one ---
 
-    def root(self, roots: Any, gradients: Any) -> None:
-        """An outermost backward begins, with tensors and the gradient of each."""
+    def root(self, roots: Any, gradients: tuple[Any, ...]) -> None:
+        """An outermost backward begins, with tensors and the gradients that they are given."""
         run = self._runs[self._now]
         if self._now == self._base and not any(run.losses):
             self._drop_cleared()

@@ -150,14 +150,14 @@ def sizes(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float, float]:
     return math.sqrt(squares[0]), math.sqrt(squares[1]), math.sqrt(squares[2])
 
 
-def loss_of(roots: Sequence[Any], gradients: Any) -> float:
-    """What a backward differentiates: its roots times the gradients that they are given. nan where
-    nobody can tell."""
+def loss_of(roots: Sequence[Any], gradients: tuple[torch.Tensor | None, ...]) -> float:
+    """What a backward differentiates: its roots times the gradients that they are given, if any.
+    nan where nobody can tell."""
     total = 0.0
     for at, root in enumerate(roots):
         if not isinstance(root, torch.Tensor) or not root.is_floating_point():
             return math.nan
-        given = gradients[at] if gradients else None
+        given = gradients[at] if at < len(gradients) else None
         if root.numel() == 1:
             total += float(root.detach()) * (1.0 if given is None else float(given.detach()))
         elif given is None or given.shape != root.shape:

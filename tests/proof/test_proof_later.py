@@ -524,8 +524,7 @@ def test_micro_batches_whose_rows_all_weigh_nothing_explain_themselves() -> None
     parts = []
     for size in (4, 2, 2):
         parts.append((size, size / 4, Part()))
-        given = torch.ones(size) / size
-        note_terms(parts[-1][2], (losses[:size],), (given,))
+        note_terms(parts[-1][2], (losses[:size],), (torch.ones(size) / size,))
     learn_terms(tried, parts[0][2], parts[1:])
     terms = Terms()
     for at, given in enumerate((torch.zeros(2), torch.ones(2) / 2)):
@@ -539,7 +538,7 @@ def test_micro_batches_whose_rows_all_weigh_nothing_explain_themselves() -> None
 def test_a_complex_loss_has_no_terms() -> None:
     part: Part = {}
     z = torch.ones(2, dtype=torch.complex128, requires_grad=True)
-    note_terms(part, [z.sum() * 2j, (z * 2j).abs().sum() / 4], None)
+    note_terms(part, [z.sum() * 2j, (z * 2j).abs().sum() / 4], ())
     assert list(part.values()) == [[0.25, 0.25, 4]]
 
 

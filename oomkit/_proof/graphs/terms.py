@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from typing import Any
 
 import torch
@@ -191,21 +190,13 @@ def _terms(root: torch.Tensor, by: Any) -> list[tuple[Path, list[Any]]]:
     return []
 
 
-def _given(gradients: Any, at: int) -> torch.Tensor | None:
-    """The gradient that the program gives a root. That of ones, which torch makes where there is
-    none, has no other reference, and is not read: a device would be waited for."""
-    if not isinstance(gradients, (tuple, list)) or at >= len(gradients):
-        return None
-    return None if sys.getrefcount(gradients[at]) <= 2 else gradients[at]
-
-
-def note_terms(part: Part, roots: Any, gradients: Any) -> None:
+def note_terms(part: Part, roots: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
     """An outermost backward of a micro-batch begins.
 
     Args:
         part: its terms so far.
         roots: what the backward begins with.
-        gradients: of each.
+        gradients: what the program gives each; None where it gives none.
     """
     number = len({path[0] for path in part}) if part else 0
     for at, root in enumerate(roots if isinstance(roots, (tuple, list)) else (roots,)):
@@ -213,7 +204,7 @@ def note_terms(part: Part, roots: Any, gradients: Any) -> None:
             continue
         if root.is_complex():  # what it is multiplied by is compared as a real number
             continue
-        given = _given(gradients, at)
+        given = gradients[at] if at < len(gradients) else None
         if root.numel() != 1:  # of many weights the largest tells what they are divided by
             if given is not None and given.numel():
                 largest = _number(given.detach().abs().max())
@@ -349,7 +340,9 @@ class Terms:
         self._lacked: set[Path] = set()  # terms that not all have, and that may tell nothing
         self._others = False  # numbers differ
 
-    def note(self, roots: Any, gradients: Any, at: int, rows: int, weight: float) -> None:
+    def note(
+        self, roots: Any, gradients: tuple[Any, ...], at: int, rows: int, weight: float
+    ) -> None:
         """An outermost backward of micro-batch `at` begins."""
         while len(self._made) <= at:
             self._made.append((rows, weight, {}))
