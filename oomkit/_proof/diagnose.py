@@ -23,6 +23,7 @@ _SINGLE = 2e-5
 _DOUBLE = 1e-9
 _NOISE = 0.2  # dropout masks and batch statistics differ between a slice and its halves
 _CANCELS = 1e-3  # rows of size 1 that cancel to less than this leave mostly rounding
+_ROUNDING = 0.02  # a whole that cancels to less than this is compared with nothing
 _NODES = 400  # of a graph that is searched for changes of precision; they free one another in turn
 # Nodes of functions with a dtype=, which cast inside: there is no node of the cast.
 _CASTING = ("Sum", "Mean", "Prod", "Cumsum", "Cumprod", "Softmax", "LogSoftmax")
@@ -142,7 +143,9 @@ class Verification:
         """The tensors of one backward, and the gradients that they are given."""
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
         self.tolerance = max([self.tolerance, *map(tolerance, tensors)])
-        self._roots.append(loss_of(tensors, gradients))
+        value, size = loss_of(tensors, gradients)
+        cancels = not self._losses and abs(value) < _ROUNDING * size
+        self._roots.append(math.nan if cancels else value)
 
     def finish(self, result: Any, loss: Any, rows: int) -> None:
         """The end of a run: its returned loss counts where no backward ran."""

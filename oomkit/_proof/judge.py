@@ -198,12 +198,16 @@ class Proof:
         if self._now == self._base and not any(run.losses):
             self._drop_cleared()
         tensors = roots if isinstance(roots, (tuple, list)) else (roots,)
+        value = math.nan
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self._note_loss(tensor)
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                continue
+            self._note_loss(tensor)
+            if len(tensors) == 1 and tensor.numel() == 1:
+                value = float(tensor.detach())
         run.begin_slice()
         note_terms(run.terms[-1], roots, gradients)
-        run.losses[-1].append(values.loss_of(tensors, gradients))
+        run.losses[-1].append(value)
         run.bounds[-1] += [b for t in tensors if isinstance(t, torch.Tensor) for b in bounds(t)]
 
     def _drop_cleared(self) -> None:

@@ -150,22 +150,27 @@ def sizes(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float, float]:
     return math.sqrt(squares[0]), math.sqrt(squares[1]), math.sqrt(squares[2])
 
 
-def loss_of(roots: Sequence[Any], gradients: tuple[torch.Tensor | None, ...]) -> float:
-    """What a backward differentiates: its roots times the gradients that they are given, if any.
-    nan where nobody can tell."""
-    total = 0.0
+def loss_of(
+    roots: Sequence[Any], gradients: tuple[torch.Tensor | None, ...]
+) -> tuple[float, float]:
+    """What a backward differentiates: its roots times the gradients that they are given, if any;
+    and the sum of what that adds up, each without its sign. nan where nobody can tell."""
+    total = size = 0.0
     for at, root in enumerate(roots):
         if not isinstance(root, torch.Tensor) or not root.is_floating_point():
-            return math.nan
+            return math.nan, math.nan
         given = gradients[at] if at < len(gradients) else None
         if root.numel() == 1:
-            total += float(root.detach()) * (1.0 if given is None else float(given.detach()))
-        elif given is None or given.shape != root.shape:
-            return math.nan
-        else:
-            both = pieces(dense(root.detach()), dense(given.detach()))
-            total += sum(float(torch.sum(a * b, dtype=torch.float64)) for a, b in both)
-    return total if roots else math.nan
+            value = float(root.detach()) * (1.0 if given is None else float(given.detach()))
+            total, size = total + value, size + abs(value)
+            continue
+        if given is None or given.shape != root.shape:
+            return math.nan, math.nan
+        for a, b in pieces(dense(root.detach()), dense(given.detach())):
+            product = a.double() * b
+            total += float(product.sum())
+            size += float(product.abs_().sum())
+    return (total, size) if roots else (math.nan, math.nan)
 
 
 def host(value: torch.Tensor) -> torch.Tensor:

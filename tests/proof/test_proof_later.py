@@ -341,7 +341,7 @@ def _given(backward: Callable[[torch.Tensor, torch.Tensor], None]) -> Program:
     return program
 
 
-@pytest.mark.parametrize("steps", [2, ROWS // 4])
+@pytest.mark.parametrize("steps", [2, ROWS // 4])  # no count is more than 1 of one row
 @pytest.mark.parametrize("backward", [_number, _numbers, _several])
 def test_a_gradient_given_to_a_backward_that_changes_is_refused_before_the_update(
     backward: Callable[[torch.Tensor, torch.Tensor], None], steps: int

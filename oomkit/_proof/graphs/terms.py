@@ -205,18 +205,17 @@ def note_terms(part: Part, roots: Any, gradients: tuple[torch.Tensor | None, ...
         if root.is_complex():  # what it is multiplied by is compared as a real number
             continue
         given = gradients[at] if at < len(gradients) else None
-        if root.numel() != 1:  # of many weights the largest tells what they are divided by
-            if given is not None and given.numel():
-                largest = _number(given.detach().abs().max())
-                part[number, at, _LARGEST] = [largest, largest, math.nan]
-            continue
         found = []
         before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
         try:
             # A checkpoint would run again, only to give a number that it has saved. As torch's
             # disable_saved_tensors_hooks(), which takes as long as all else here.
             _AUTOGRAD._saved_tensors_hooks_disable("oomkit reads a number")
-            found = _terms(root, 1.0 if given is None else _number(given))
+            if given is None or not root.ndim:
+                found = _terms(root, 1.0 if given is None else _number(given))
+            else:  # the largest weight tells what all are divided by
+                largest = _number(torch.linalg.vector_norm(given.detach(), math.inf))
+                found = [((_LARGEST,), [largest, largest, math.nan])]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # so that; or freed, or written to, which the backward says itself
