@@ -467,6 +467,28 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "given-gradients-not-looked-at",
+        "what backward() is given may begin to differ between micro-batches",
+        "oomkit/_proof/graphs/terms.py",
+        "        given = gradients[at] if at < len(gradients) else None\n",
+        "        given = None\n",
+        (
+            "proof/test_proof_later.py"
+            "::test_a_gradient_given_to_a_backward_that_changes_is_refused_before_the_update[_number-2]",
+        ),
+    ),
+    Mutant(
+        "shape-of-a-loss-hides-its-numbers",
+        "a loss in another shape hides what it was divided by",
+        "oomkit/_proof/graphs/terms.py",
+        '_OF_ONE = frozenset({"Expand", "Mean", "Select", "Sum"})\n',
+        "_OF_ONE = frozenset()\n",
+        (
+            "proof/test_proof_later.py"
+            "::test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update[_hard_shaped-2]",
+        ),
+    ),
+    Mutant(
         "sum-over-one-is-proven",
         "a sum that is divided by 1 is proven for later calls, where 1 was max(1, n)",
         "oomkit/_proof/judge.py",
