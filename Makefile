@@ -74,7 +74,7 @@ demo-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.inst
 	    .venv-trainers-lightning/bin/python -W ignore examples/lightning_autobatch.py $$mode; done
 
 prove: export PYTHONPATH := tests
-prove: $(VENV)/.test $(BUILT) ## Fail every allocation of every model, and more (about 45 minutes)
+prove: $(VENV)/.test $(BUILT) ## Fail allocations of every model in turn, and more (an hour or two)
 	$(PY) -m prove $(PROVE_ARGS)
 
 mutants: export PYTHONPATH := tests
