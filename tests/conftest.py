@@ -35,7 +35,6 @@ else:
     tqdm.monitor_interval = 0
 
 
-
 class _NoStack:
     """For each kind of device that has not begun, torch.manual_seed() keeps a text of the whole
     stack, which is deep here: a millisecond, 27,000 times."""
