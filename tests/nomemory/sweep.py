@@ -70,7 +70,7 @@ def count(body: Body, stride: int = 1) -> int:
         answer = apart(lambda: _probe(body, Fault(nth, once=False)), body.limit)
         return bool(answer.died) or answer.value
 
-    low, high = 0, 64
+    low, high = 0, max(64, stride // 2)
     while reached(high):
         low, high = high, high * 4
         if high > MOST:  # a call that hangs or dies at each of them would be counted for ever
