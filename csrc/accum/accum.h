@@ -112,6 +112,10 @@ void
 oomkit_paths_micro(oomkit_call *call);
 void
 oomkit_paths_graph(oomkit_call *call);
+/* The micro-batch does something that is called so, if a proof has not yet shown that
+ * nothing comes of it. 0 or -1. */
+int
+oomkit_paths_kind(oomkit_call *call, uint64_t kind);
 /* An edge of it. One of a kind that no proof had is an operation that was not there:
  * the split is proven anew, before an update. So it is where a gradient that is not 0
  * comes to a place that has had none but 0. 0, or -1 with an exception. */

@@ -99,7 +99,7 @@ oomkit_paths_watched(oomkit_call *call)
 void
 oomkit_paths_micro(oomkit_call *call)
 {
-    call->cut->paths.graphs = 0;
+    call->cut->paths.graphs = call->cut->paths.gradients = 0;
 }
 
 void
@@ -164,29 +164,39 @@ paths_listen(oomkit_call *call, const oomkit_edge *edge)
 }
 
 int
-oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge)
+oomkit_paths_kind(oomkit_call *call, uint64_t kind)
 {
-    const uint64_t kind = oomkit_hash_mix(edge->from, edge->kind) | 1;
-    const uint64_t place = paths_place(call, edge->place);
     oomkit_proven *found;
 
     if (call->proof != NULL) {
-        return oomkit_hashes_add(&call->cut->paths.kinds, kind) < 0 ? -1
-               : edge->first && oomkit_proof_of_whole(call) ? paths_listen(call, edge)
-                                                            : 0;
+        return oomkit_hashes_add(&call->cut->paths.kinds, kind) < 0 ? -1 : 0;
     }
     found = oomkit_proven_find(call);
-    if (found == NULL) {
-        return 0; /* another thread's call has taken its place */
+    if (found == NULL || oomkit_hashes_have(&found->kinds, kind)) {
+        return 0; /* NULL: another thread's call has taken its place */
     }
-    if (!oomkit_hashes_have(&found->kinds, kind)) {
-        if (!paths_are_proven(call, call->cut->at)) {
-            paths_unseen(call, found);
-        } else if (oomkit_hashes_add(&found->kinds, kind) < 0) {
-            return -1;
-        }
+    if (paths_are_proven(call, call->cut->at)) {
+        return oomkit_hashes_add(&found->kinds, kind) < 0 ? -1 : 0;
     }
-    return edge->first && oomkit_hashes_have(&found->silent, place) &&
+    paths_unseen(call, found);
+    return 0;
+}
+
+int
+oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge)
+{
+    const uint64_t place = paths_place(call, edge->place);
+    const oomkit_proven *found;
+
+    if (oomkit_paths_kind(call, oomkit_hash_mix(edge->from, edge->kind) | 1) < 0) {
+        return -1;
+    }
+    if (call->proof != NULL) {
+        return edge->first && oomkit_proof_of_whole(call) ? paths_listen(call, edge)
+                                                          : 0;
+    }
+    found = oomkit_proven_find(call);
+    return found != NULL && edge->first && oomkit_hashes_have(&found->silent, place) &&
                    !oomkit_hashes_have(&found->heard, place)
                ? paths_listen(call, edge)
                : 0;

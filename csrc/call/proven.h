@@ -71,6 +71,7 @@ typedef struct oomkit_paths {
     uint64_t since;       /* a kind: hooks that were registered since the last call */
     uint64_t graphs;      /* of the present micro-batch, so far */
     uint64_t hooks;       /* that were registered before the first micro-batch */
+    uint64_t gradients;   /* a sample of what the last backward has left, or 0 */
     oomkit_slice *proven; /* owned: rows that were proven in this call */
     Py_ssize_t count, room;
     int64_t anchor; /* where rows begin that are to be proven next, and one */

@@ -290,11 +290,65 @@ proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
                                : 0;
 }
 
+#define CHANGED 0xd1b54a32d192ed03u /* gradients, behind the backward: a kind of path  \
+                                     */
+
+/* What gradients are, from a few values of each: on the CPU, for it would wait for a
+ * device. Not 0; 0 with an exception. */
+static uint64_t
+gradients_sample(oomkit_call *call)
+{
+    uint64_t hash = 1;
+    Py_ssize_t i;
+
+    for (i = 0; i < call->parts->param_count; i++) {
+        OWNED PyObject *gradient = grads_get(call, i);
+        if (gradient == NULL) {
+            return 0;
+        }
+        hash = oomkit_hash_mix(
+            hash, gradient == Py_None ? 0 : oomkit_tensor_sample(call->st, gradient));
+    }
+    return hash | 1;
+}
+
+/* A backward of the last micro-batch has left the gradients of all. 0 or -1. */
+static int
+gradients_are_left(oomkit_call *call)
+{
+    oomkit_paths *paths = &call->cut->paths;
+
+    if (!call->is_last || !oomkit_has_bridge(call->st) || !oomkit_paths_watched(call)) {
+        return 0;
+    }
+    paths->gradients = gradients_sample(call);
+    return paths->gradients == 0 ? -1 : 0;
+}
+
+/* The step has changed them, before its first update: by what it has read from the rows
+ * of the last micro-batch, as far as anybody knows. 0 or -1. */
+static int
+gradients_are_used(oomkit_call *call)
+{
+    oomkit_paths *paths = &call->cut->paths;
+    const uint64_t left = paths->gradients,
+                   now = left == 0 ? 0 : gradients_sample(call);
+
+    paths->gradients = 0;
+    if (left != 0 && now == 0) {
+        return -1;
+    }
+    return now == left ? 0 : oomkit_paths_kind(call, CHANGED);
+}
+
 static int
 proof_backward_ends(oomkit_call *call, const oomkit_backward *backward)
 {
     (void)backward;
-    return call->proof == NULL ? 0 : proof_swept(call);
+    if (call->proof != NULL && proof_swept(call) < 0) {
+        return -1;
+    }
+    return call->split ? gradients_are_left(call) : 0;
 }
 
 /* The first micro-batch has done what no proof has seen, again. 0 or -1. */
@@ -346,6 +400,9 @@ proof_update_begins(oomkit_call *call, oomkit_update *update)
 
     if (!call->is_last) {
         return 0;
+    }
+    if (gradients_are_used(call) < 0) {
+        return -1;
     }
     if (call->proof == NULL) {
         return proof_path(call);

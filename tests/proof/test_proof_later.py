@@ -368,6 +368,65 @@ def test_one_of_each_row_is_split(
     assert made[LATER + 2 :] == [steps] * (CALLS - LATER - 2)
 
 
+def _multiplied(params: list[nn.Parameter], by: float) -> None:
+    for param in params:
+        param.grad.mul_(by)  # type: ignore[union-attr]
+
+
+def _replaced(params: list[nn.Parameter], by: float) -> None:
+    for param in params:
+        param.grad = by * param.grad  # type: ignore[operator]
+
+
+def _clipped(params: list[nn.Parameter], by: float) -> None:
+    nn.utils.clip_grad_norm_(params, 10.0 if by == 1.0 else by / 20)
+
+
+def _clipped_to_one_number(params: list[nn.Parameter], by: float) -> None:
+    nn.utils.clip_grad_norm_(params, 10.0 if by == 1.0 else 0.05)
+
+
+def _changing(change: Callable[[list[nn.Parameter], float], None]) -> Program:
+    """A program that changes its gradients, by a number that it reads from its loss."""
+    program = Program(_plain)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        program.runs.append(len(x))
+        program.optimizer.zero_grad()
+        loss = _plain(program.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        params = [p for p in program.model.parameters() if p.grad is not None]
+        change(params, 0.5 * loss.item() if program.number >= LATER else 1.0)
+        program.optimizer.step()
+
+    program.step = step  # type: ignore[method-assign,assignment]
+    return program
+
+
+@pytest.mark.parametrize("steps", [2, ROWS // 4])
+@pytest.mark.parametrize("change", [_multiplied, _replaced, _clipped])
+def test_gradients_that_the_step_begins_to_change_by_its_loss_are_refused_before_the_update(
+    change: Callable[[list[nn.Parameter], float], None], steps: int
+) -> None:
+    program, plain = _changing(change), _changing(change)
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        program.train(accumulation_steps=steps)
+    assert program.number == LATER
+    plain.train(LATER)
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_gradients_that_are_clipped_from_some_call_on_are_proven_once() -> None:
+    program, plain = _changing(_clipped_to_one_number), _changing(_clipped_to_one_number)
+    made = program.train(LATER + 4, accumulation_steps=4)
+    plain.train(LATER + 4)
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+    assert made[LATER] > 4
+    assert made[LATER + 3] == 4
+
+
 def _annealed(out: torch.Tensor, y: torch.Tensor, late: bool) -> torch.Tensor:
     return _plain(out, y) + (0.5 if late else 0.25) * F.log_softmax(out, 1).square().mean()
 
