@@ -489,6 +489,18 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "changed-gradients-are-no-path",
+        "a step may begin to multiply gradients by a number of its last micro-batch",
+        "csrc/proof/observe.c",
+        "    return now == left ? 0 : oomkit_paths_kind(call, CHANGED);\n",
+        "    return 0;\n",
+        (
+            "proof/test_proof_later.py"
+            "::test_gradients_that_the_step_begins_to_change_by_its_loss_are_refused_before_the_update"
+            "[_multiplied-2]",
+        ),
+    ),
+    Mutant(
         "sum-over-one-is-proven",
         "a sum that is divided by 1 is proven for later calls, where 1 was max(1, n)",
         "oomkit/_proof/judge.py",
