@@ -182,6 +182,21 @@ oomkit_paths_kind(oomkit_call *call, uint64_t kind)
     return 0;
 }
 
+void
+oomkit_paths_leave(oomkit_call *call, uint64_t gradients)
+{
+    call->cut->paths.gradients = gradients;
+}
+
+uint64_t
+oomkit_paths_left(oomkit_call *call)
+{
+    const uint64_t left = call->cut->paths.gradients;
+
+    call->cut->paths.gradients = 0;
+    return left;
+}
+
 int
 oomkit_paths_edge(oomkit_call *call, const oomkit_edge *edge)
 {

@@ -290,8 +290,9 @@ proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
                                : 0;
 }
 
-#define CHANGED 0xd1b54a32d192ed03u /* gradients, behind the backward: a kind of path  \
-                                     */
+#define CHANGED                                                                        \
+    0xd1b54a32d192ed03u /* gradients, behind the backward: a kind of path              \
+                         */
 
 /* What gradients are, from a few values of each: on the CPU, for it would wait for a
  * device. Not 0; 0 with an exception. */
@@ -316,13 +317,14 @@ gradients_sample(oomkit_call *call)
 static int
 gradients_are_left(oomkit_call *call)
 {
-    oomkit_paths *paths = &call->cut->paths;
+    uint64_t sample;
 
     if (!call->is_last || !oomkit_has_bridge(call->st) || !oomkit_paths_watched(call)) {
         return 0;
     }
-    paths->gradients = gradients_sample(call);
-    return paths->gradients == 0 ? -1 : 0;
+    sample = gradients_sample(call);
+    oomkit_paths_leave(call, sample);
+    return sample == 0 ? -1 : 0;
 }
 
 /* The step has changed them, before its first update: by what it has read from the rows
@@ -330,11 +332,9 @@ gradients_are_left(oomkit_call *call)
 static int
 gradients_are_used(oomkit_call *call)
 {
-    oomkit_paths *paths = &call->cut->paths;
-    const uint64_t left = paths->gradients,
-                   now = left == 0 ? 0 : gradients_sample(call);
+    const uint64_t left = oomkit_paths_left(call);
+    const uint64_t now = left == 0 ? 0 : gradients_sample(call);
 
-    paths->gradients = 0;
     if (left != 0 && now == 0) {
         return -1;
     }
