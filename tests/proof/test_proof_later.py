@@ -577,6 +577,57 @@ def test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update() -> No
     assert torch.equal(model.weight, before)
 
 
+CLASSES = torch.tensor([1.0, 1.0, 1.0, 2.0], dtype=torch.float64)
+
+
+def _by_class(losses: torch.Tensor, y: torch.Tensor) -> None:
+    losses.backward(gradient=CLASSES[y] / len(y))
+
+
+def _mean_of_classes(losses: torch.Tensor, y: torch.Tensor) -> None:
+    torch.stack([losses[y == c].sum() for c in y.unique()]).mean().backward()
+
+
+def _by_rows(backward: Callable[[torch.Tensor, torch.Tensor], None]) -> Program:
+    program = Program(_plain)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        program.runs.append(len(x))
+        program.optimizer.zero_grad()
+        backward(F.cross_entropy(program.model(x), y, reduction="none"), y)
+        program.optimizer.step()
+
+    program.step = step  # type: ignore[method-assign,assignment]
+    return program
+
+
+def _train_on(program: Program, later: torch.Tensor, **options: Any) -> None:
+    """With rows of each class in each micro-batch, then with other labels."""
+    x = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    step: Any = program.step
+    if options:
+        step = oomkit.auto_batch(step, model=program.model, optimizer=program.optimizer, **options)
+    for program.number in range(CALLS):
+        step(x, torch.arange(ROWS) % 4 if program.number < LATER else later)
+
+
+def test_rows_may_weigh_what_they_like() -> None:
+    program, plain = _by_rows(_by_class), _by_rows(_by_class)
+    of_one_class = (torch.arange(ROWS) % 4).sort().values
+    _train_on(program, of_one_class, accumulation_steps=4)
+    _train_on(plain, of_one_class)
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_mean_over_classes_one_of_which_a_micro_batch_lacks() -> None:
+    program, lacking = _by_rows(_mean_of_classes), torch.arange(ROWS) % 4
+    lacking[-ROWS // 4 :] %= 3
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        _train_on(program, lacking, accumulation_steps=4)
+    assert program.number == LATER
+
+
 def test_micro_batches_whose_rows_all_weigh_nothing_explain_themselves() -> None:
     losses = torch.ones(4, requires_grad=True) * 2
     tried: dict[tuple[Any, ...], float] = {}

@@ -174,8 +174,8 @@ def _terms(root: torch.Tensor, by: Any) -> list[tuple[Path, list[Any]]]:
         for more, of, factor in below:
             if kind == "Div":
                 now = [_over(one, factor), _over(two, factor), factor]
-            else:
-                now = [one * factor, two * factor, over]
+            else:  # of a stack's mean, how many it has are elements
+                now = [one * factor, two if more[0] < 0 else two * factor, over]
             work.append((of, path + more, now, has_rows))
         if below:
             continue
@@ -377,8 +377,10 @@ class Terms:
                         odd.setdefault(at, 0.0 if path in self._made[at][2] else math.inf)
                 continue
             relation = _relation(path, counted, expected)
+            if not relation and path[-1] == _LARGEST:
+                self._lacked.add(path)  # rows may weigh what they like
+            self._others |= not relation and path[-1] != _LARGEST
             if not relation:
-                self._others = True
                 odd.update(zip(numbers, _apart(path, counted), strict=True))
             if not relation or math.isnan(before):
                 continue
