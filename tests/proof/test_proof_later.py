@@ -652,6 +652,14 @@ def test_a_complex_loss_has_no_terms() -> None:
     assert list(part.values()) == [[0.25, 0.25, 4]]
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_a_complex_number_of_a_real_loss_ends_the_walk() -> None:
+    part: Part = {}
+    z = torch.ones(2, dtype=torch.complex128, requires_grad=True)
+    note_terms(part, [(z.sum() / torch.tensor(2 + 0j)).to(torch.float64)], ())
+    assert [term[0] for term in part.values()] == [1.0]
+
+
 def test_numbers_that_no_proof_explains_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Terms, "strays", lambda self, tried: [1, 0])
     monkeypatch.setattr(Terms, "settle", lambda self, tried: False)

@@ -53,10 +53,10 @@ _Made = tuple[int, float, Part]  # rows and weight of a micro-batch, and its ter
 
 def _number(value: Any, most: int = 64) -> Any:
     """A number, or a tensor of one element on a device, which nothing waits for; None where it has
-    more elements, or dimensions than `most`."""
+    more elements, or dimensions than `most`, or is complex."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.numel() != 1 or value.ndim > most:
+    if value.numel() != 1 or value.ndim > most or value.is_complex():
         return None
     return value.item() if value.is_cpu else value.detach().reshape(())
 
