@@ -154,15 +154,14 @@ def loss_of(
     roots: Sequence[Any], gradients: tuple[torch.Tensor | None, ...]
 ) -> tuple[float, float]:
     """What a backward differentiates: its roots times the gradients that they are given, if any;
-    and the sum of what that adds up, each without its sign. nan where nobody can tell."""
+    and what that adds up in vectors, each element without its sign. nan where nobody can tell."""
     total = size = 0.0
     for at, root in enumerate(roots):
         if not isinstance(root, torch.Tensor) or not root.is_floating_point():
             return math.nan, math.nan
         given = gradients[at] if at < len(gradients) else None
         if root.numel() == 1:
-            value = float(root.detach()) * (1.0 if given is None else float(given.detach()))
-            total, size = total + value, size + abs(value)
+            total += float(root.detach()) * (1.0 if given is None else float(given.detach()))
             continue
         if given is None or given.shape != root.shape:
             return math.nan, math.nan

@@ -303,6 +303,16 @@ def test_a_number_out_of_the_batch_that_changes_is_refused_before_the_update(
         torch.testing.assert_close(one, two)
 
 
+def _is_refused(program: Program, plain: Program, steps: int) -> None:
+    """In the call that does something else, with the parameters of those before it."""
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        program.train(accumulation_steps=steps)
+    assert program.number == LATER
+    plain.train(LATER)
+    for one, two in zip(program.values(), plain.values(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def _number(losses: torch.Tensor, kept: torch.Tensor) -> None:
     (losses * kept).sum().backward(gradient=1 / kept.sum().double())
 
@@ -346,13 +356,7 @@ def _given(backward: Callable[[torch.Tensor, torch.Tensor], None]) -> Program:
 def test_a_gradient_given_to_a_backward_that_changes_is_refused_before_the_update(
     backward: Callable[[torch.Tensor, torch.Tensor], None], steps: int
 ) -> None:
-    program, plain = _given(backward), _given(backward)
-    with pytest.raises(oomkit.SplitError, match="cannot split"):
-        program.train(accumulation_steps=steps)
-    assert program.number == LATER
-    plain.train(LATER)
-    for one, two in zip(program.values(), plain.values(), strict=True):
-        torch.testing.assert_close(one, two)
+    _is_refused(_given(backward), _given(backward), steps)
 
 
 @pytest.mark.parametrize("steps", [2, ROWS // 2])
@@ -408,13 +412,7 @@ def _changing(change: Callable[[list[nn.Parameter], float], None]) -> Program:
 def test_gradients_that_the_step_begins_to_change_by_its_loss_are_refused_before_the_update(
     change: Callable[[list[nn.Parameter], float], None], steps: int
 ) -> None:
-    program, plain = _changing(change), _changing(change)
-    with pytest.raises(oomkit.SplitError, match="cannot split"):
-        program.train(accumulation_steps=steps)
-    assert program.number == LATER
-    plain.train(LATER)
-    for one, two in zip(program.values(), plain.values(), strict=True):
-        torch.testing.assert_close(one, two)
+    _is_refused(_changing(change), _changing(change), steps)
 
 
 def test_gradients_that_are_clipped_from_some_call_on_are_proven_once() -> None:
