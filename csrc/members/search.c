@@ -51,6 +51,20 @@ name_is_private(PyObject *name)
 static int
 search_function(oomkit_search *s, PyObject *func, int depth);
 
+/* A function or a method that has another name here than its own: what it leads to.
+ * 1, 0 for anything else, or -1. */
+static int
+search_renamed(oomkit_search *s, PyObject *value, int depth)
+{
+    if (PyMethod_Check(value)) { /* its object may be the one that leads here */
+        if (oomkit_search_value(s, PyMethod_GET_SELF(value), depth) < 0) {
+            return -1;
+        }
+        value = PyMethod_GET_FUNCTION(value);
+    }
+    return !PyFunction_Check(value) ? 0 : search_function(s, value, 1) < 0 ? -1 : 1;
+}
+
 int
 oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
 {
@@ -89,7 +103,8 @@ oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
         if (s->looked_at++ >= OBJECT_LIMIT) {
             break;
         }
-        if (oomkit_search_value(s, value, depth - 1) < 0 ||
+        if ((!PyType_Check(object) && search_renamed(s, value, depth - 1) < 0) ||
+            oomkit_search_value(s, value, depth - 1) < 0 ||
             (ref != NULL && search_total(s->parts) != before &&
              search_source(s, ref, name, value, -1, -1) < 0)) {
             return -1;
@@ -127,15 +142,9 @@ search_items(oomkit_search *s, PyObject *container, int depth)
 
     for (i = 0; items != NULL && i < PyTuple_GET_SIZE(items) && i < ITEM_LIMIT; i++) {
         PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed from items */
-        int result = 0;
-        if (PyMethod_Check(item)) { /* its object may be the one that has this list */
-            result = oomkit_search_value(s, PyMethod_GET_SELF(item), depth);
-            item = PyMethod_GET_FUNCTION(item);
-        }
-        if (result == 0 && PyFunction_Check(item)) {
-            result = search_function(s, item, 1);
-        } else if (result == 0 && !PyDict_CheckExact(item) &&
-                   !PyList_CheckExact(item) && !PyTuple_CheckExact(item)) {
+        int result = search_renamed(s, item, depth);
+        if (result == 0 && !PyDict_CheckExact(item) && !PyList_CheckExact(item) &&
+            !PyTuple_CheckExact(item)) {
             result = oomkit_search_value(s, item, depth);
         }
         if (result < 0) {

@@ -126,6 +126,28 @@ def _objects_in_a_list(made: Made) -> Callable[..., Any]:
     return lambda x: updaters[0].run(x)
 
 
+class _Calls:
+    """A trainer that is given what it does."""
+
+    def __init__(self, update: Callable[[Any], None]) -> None:
+        self.update = update
+
+    def step(self, x: Any) -> None:
+        self.update(x)
+
+
+def _function_of_a_trainer(made: Made) -> Callable[..., Any]:
+    return _Calls(lambda x: _update(*made, x)).step
+
+
+def _method_of_another_object(made: Made) -> Callable[..., Any]:
+    return _Calls(_Updater(made).run).step
+
+
+def _partial_of_a_trainer(made: Made) -> Callable[..., Any]:
+    return _Calls(functools.partial(_update, *made)).step
+
+
 def _closure_of_what_calls_an_object(made: Made) -> Callable[..., Any]:
     model, optimizer = made
 
@@ -149,6 +171,9 @@ WAYS = [
     _functions_in_a_list,
     _partials_in_a_dictionary,
     _objects_in_a_list,
+    _function_of_a_trainer,
+    _method_of_another_object,
+    _partial_of_a_trainer,
 ]
 
 
