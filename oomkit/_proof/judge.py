@@ -114,6 +114,7 @@ class Proof:
         self._is_hidden = False
         self._orders = 0  # order_rows(): rows are put in order
         self._in_doubt = False  # see learn_terms()
+        self._hooked = False  # a loss has a hook, which may multiply it by anything
         self.draws = Draws()
         self.around = Around(params, step)
         self._runs: dict[str, Run] = {}
@@ -203,6 +204,7 @@ class Proof:
             if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                 continue
             self._note_loss(tensor)
+            self._hooked |= bool(tensor._backward_hooks)
             if len(tensors) == 1 and tensor.numel() == 1:
                 value = float(tensor.detach())
         run.begin_slice()
@@ -725,8 +727,9 @@ class Proof:
     def decides(self) -> bool:
         """Whether other gradients would have shown: not where all are 0, or one is not finite, or
         rows are put in an order, which shows nothing while their values are equal, or are chosen by
-        chance, which may choose alike, or a sum is divided by 1, which may have been a count."""
-        in_doubt = self._in_doubt or self._orders or self.draws.chooses
+        chance, which may choose alike, or a sum is divided by 1, which may have been a count, or a
+        loss has a hook."""
+        in_doubt = self._in_doubt or self._orders or self._hooked or self.draws.chooses
         return not (in_doubt or "odd" in self._gradients or self.is_silent)
 
     @property

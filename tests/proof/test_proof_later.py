@@ -328,6 +328,13 @@ def _several(losses: torch.Tensor, kept: torch.Tensor) -> None:
     )
 
 
+def _by_a_hook(losses: torch.Tensor, kept: torch.Tensor) -> None:
+    loss = (losses * kept).sum()
+    number = kept.sum().double()
+    loss.register_hook(lambda gradient: gradient / number)  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
 def _rows(losses: torch.Tensor, kept: torch.Tensor) -> None:
     losses.backward(gradient=losses.detach() * kept / len(kept))
 
@@ -352,7 +359,7 @@ def _given(backward: Callable[[torch.Tensor, torch.Tensor], None]) -> Program:
 
 
 @pytest.mark.parametrize("steps", [2, ROWS // 4])  # no count is more than 1 of one row
-@pytest.mark.parametrize("backward", [_number, _numbers, _several])
+@pytest.mark.parametrize("backward", [_number, _numbers, _several, _by_a_hook])
 def test_a_gradient_given_to_a_backward_that_changes_is_refused_before_the_update(
     backward: Callable[[torch.Tensor, torch.Tensor], None], steps: int
 ) -> None:
