@@ -146,10 +146,12 @@ clean: ## Remove what was built and measured; .venv stays
 $(PY):
 	$(PYTHON) -m venv $(VENV)
 
-# What is smaller is in what is larger: its stamp is not older.
+# What is smaller is in what is larger. That of the build stays while no requirement has changed:
+# with another one both extensions would be built again.
 $(NEEDS:%=$(VENV)/.%): $(VENV)/.%: $(NEEDS:%=requirements/%.txt) | $(PY)
 	$(call pip_of,$(PY)) -r requirements/$*.txt
-	touch $(VENV)/.build $@
+	test -z "$$(find $^ -newer $(VENV)/.build 2>&1)" || touch $(VENV)/.build
+	touch $@
 
 .venv-sinks/.installed: requirements/sinks.txt
 	$(PYTHON) -m venv .venv-sinks
