@@ -57,6 +57,9 @@ class Model:
     """Of auto_batch."""
     moves: bool = False
     """Draws random numbers or moves buffers in training."""
+    coupled: bool = False
+    """Its rows meet one another, or a power iteration goes on with each forward: the proof refuses
+    it, and what is swept without one is the roll-back."""
     without: dict[str, str] = field(default_factory=dict)
     """Forms, or values of other dimensions ("k=3"), that there are not, with the reason."""
     expected: Callable[[Case, str], Expected | None] = lambda case, phase: None

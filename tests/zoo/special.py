@@ -186,6 +186,7 @@ add(
     mlp,
     rows,
     contrast,
+    coupled=True,
     without={
         "gradients=off": "what is set aside is the whole batch's, where samples are coupled not "
         "the sum of its slices"

@@ -92,6 +92,16 @@ def chosen(model: Model, case: Case, number: int | None) -> list[Place]:
 def sweep(model: Model, cases: list[Case], number: int | None = None) -> Outcome:
     begin = time.perf_counter()
     outcome = Outcome(model.name)
+    oomkit._C._prove(not model.coupled)
+    try:
+        _sweep(model, cases, number, outcome)
+    finally:
+        oomkit._C._prove(True)
+    outcome.seconds = time.perf_counter() - begin
+    return outcome
+
+
+def _sweep(model: Model, cases: list[Case], number: int | None, outcome: Outcome) -> None:
     for case in cases:
         references: dict[str, Run] = {}
         for place in chosen(model, case, number):
@@ -103,8 +113,6 @@ def sweep(model: Model, cases: list[Case], number: int | None = None) -> Outcome
             else:
                 outcome.kinds[kind] += 1
                 outcome.worst = max(outcome.worst, worst)
-    outcome.seconds = time.perf_counter() - begin
-    return outcome
 
 
 def judge(model: Model, case: Case, place: Place, references: dict[str, Run]) -> tuple[str, float]:

@@ -9,8 +9,6 @@ import pytest
 import torch
 from helpers.sample import sampled, with_rest
 
-import oomkit
-
 from .base import SEED
 from .case import Case, cases_of
 from .catalogue import MODELS
@@ -23,22 +21,9 @@ CASES, PLACES = 1, 1
 QUICK = [name for name, model in MODELS.items() if not model.compiled]
 
 
-# Their rows meet one another (and a power iteration goes on with each forward): the proof refuses
-# them, and what is swept here is the roll-back.
-COUPLED = {"coupled samples", "spectral and weight norm"}
-
-
 @pytest.mark.parametrize("name", with_rest(sampled(QUICK, 10, "models"), QUICK))
 def test_model(name: str) -> None:
     model = MODELS[name]
-    oomkit._C._prove(name not in COUPLED)
-    try:
-        _sweep(name, model)
-    finally:
-        oomkit._C._prove(True)
-
-
-def _sweep(name: str, model: Model) -> None:
     first, *others = cases_of(model)
     drawn = random.Random(f"{SEED} {name}").sample(others, CASES)
     plain, others_found = sweep(model, [first], 2 * PLACES), sweep(model, drawn, PLACES)
