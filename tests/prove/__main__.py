@@ -1,9 +1,11 @@
 """`make prove`: all suites in full, two processes at a time; writes the table.
 
-    python -m prove [--jobs 2] [--suite NAME ...] [--unit NAME ...] [--again]
+    python -m prove [--jobs 2] [--suite NAME ...] [--unit NAME ...] [--again | --rest]
 
 With --suite or --unit only those, and the table is not written; but with --again they take
 the place of what the last whole run had of them, and the table says which were run again.
+A whole run takes hours: each unit's result is kept as soon as it is there. After one that was
+cut off, --rest runs what it had left, of the same commit.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from .suite import Result, Suite
 from .suites import SUITES
@@ -29,6 +33,7 @@ from .table import TABLE, Results, summary, table
 TIMEOUT = 1800
 
 LAST = TABLE.parents[2] / "build" / "prove.json"  # what the last whole run found
+PART = LAST.with_name("prove-part.json")  # and what one found that has not ended
 
 # Before a process loads OpenMP: waiting threads that spin make a busy machine crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -83,18 +88,41 @@ def run_apart(command: list[str], output: Path, timeout: float = TIMEOUT) -> Res
     return Result(**json.loads(output.read_text()))
 
 
+def save(path: Path, results: Results, **more: object) -> None:
+    rows = [(suite, unit, found.as_dict()) for (suite, unit), found in results.items()]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"results": rows, **more}))
+
+
+def read(path: Path) -> tuple[Results, dict[str, Any]]:
+    saved = json.loads(path.read_text())
+    return {(suite, unit): Result(**found) for suite, unit, found in saved["results"]}, saved
+
+
+def commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=LAST.parents[1], capture_output=True, text=True).stdout
+
+
+def begun(seed: str) -> tuple[Results, float]:
+    """What a run that was cut off has found of this commit, and how long it took."""
+    if not PART.exists():
+        return {}, 0.0
+    results, saved = read(PART)
+    if (saved["commit"], saved["seed"]) != (commit(), seed):
+        raise SystemExit("--rest: what was cut off ran on another commit or with another seed")
+    return results, saved["seconds"]
+
+
 def write(results: Results, seconds: float, seed: str, again: bool) -> None:
     """The table, of this run or with this run's units in place of the last one's."""
     repeated: list[str] = []
     if again:
-        last = json.loads(LAST.read_text())
+        whole, last = read(LAST)
         repeated = sorted({*last["repeated"], *(f"{suite}: {unit}" for suite, unit in results)})
         seconds = last["seconds"]
-        whole = {(suite, unit): Result(**found) for suite, unit, found in last["results"]}
         results = whole | results
-    rows = [(suite, unit, found.as_dict()) for (suite, unit), found in results.items()]
-    LAST.parent.mkdir(exist_ok=True)
-    LAST.write_text(json.dumps({"seconds": seconds, "results": rows, "repeated": repeated}))
+    save(LAST, results, seconds=seconds, repeated=repeated)
     TABLE.write_text(table(results, seconds, seed, repeated))
     print(f"wrote {TABLE}")
 
@@ -105,6 +133,7 @@ def main() -> int:
     parser.add_argument("--suite", action="append", default=[])
     parser.add_argument("--unit", action="append", default=[])
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--rest", action="store_true")
     parser.add_argument("--here", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     by_name = {suite.name: suite for suite in SUITES}
@@ -114,23 +143,30 @@ def main() -> int:
         return 0
     if unknown := set(arguments.suite) - set(by_name):
         parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {list(by_name)}")
+    seed = os.environ.get("OOMKIT_TEST_SEED", "20240607")
+    results, before = begun(seed) if arguments.rest else ({}, 0.0)
     work = [
         (suite, unit)
         for suite in SUITES
         if not arguments.suite or suite.name in arguments.suite
         for unit in suite.units()
         if not arguments.unit or unit in arguments.unit
+        if (suite.name, unit) not in results
     ]
-    seed = os.environ.get("OOMKIT_TEST_SEED", "20240607")
+    whole, saving = not (arguments.suite or arguments.unit), threading.Lock()
     print(f"seed {seed} (OOMKIT_TEST_SEED), {len(work)} units, {arguments.jobs} processes")
-    results: dict[tuple[str, str], Result] = {}
-    begin = time.perf_counter()
+    begin = time.perf_counter() - before
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
 
         def prove(suite: Suite, unit: str) -> None:
             output = Path(folder) / f"{suite.name} {unit}.json".replace("/", "-")
             command = [sys.executable, "-m", "prove", "--here", suite.name, unit, str(output)]
-            result = results[suite.name, unit] = run_apart(command, output)
+            result = run_apart(command, output)
+            with saving:
+                results[suite.name, unit] = result
+                if whole:
+                    now = time.perf_counter() - begin
+                    save(PART, results, seconds=now, seed=seed, commit=commit())
             verdict = f"{len(result.failures)} FAILED" if result.failures else "ok"
             line = f"{result.cases} cases, {verdict}, {result.seconds:.0f} s; {result.told}"
             print(f"{suite.name}: {unit}: {line}", flush=True)
@@ -144,8 +180,9 @@ def main() -> int:
     seconds = time.perf_counter() - begin
     print(f"\n{summary(results, seconds)}")
     failed = any(result.failures for result in results.values())
-    if arguments.again or not (arguments.suite or arguments.unit):
+    if arguments.again or whole:
         write(results, seconds, seed, arguments.again)
+        PART.unlink(missing_ok=True)
     return 1 if failed or not results else 0
 
 
