@@ -13,7 +13,9 @@
 #include <unistd.h>
 
 #define EPOCH UINT64_C(77)
+#ifndef ROUNDS
 #define ROUNDS 3000
+#endif
 #define HELD_ROUNDS 300
 #define SLEEP_NS UINT64_C(1000000)
 #define MOST_RANKS 8
