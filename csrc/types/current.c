@@ -64,6 +64,25 @@ current_get(PyObject *module, PyObject *Py_UNUSED(ignored))
     return current;
 }
 
+/* The same for what oomkit itself collects, and the rows of the micro-batch; nothing is
+ * waived. */
+static PyObject *
+current_micro(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    const oomkit_call *call = oomkit_call_current();
+    const oomkit_cut *cut;
+
+    if (call == NULL || !call->split || !call->running) {
+        return Py_BuildValue("iiLdO", 0, 1,
+                             call == NULL ? -1LL : (long long)call->batch.rows, 1.0,
+                             Py_False);
+    }
+    cut = call->cut;
+    return Py_BuildValue("LLLdO", (long long)cut->at, (long long)cut->count,
+                         (long long)cut->slices[cut->at].length, cut->weights[cut->at],
+                         call->proof == NULL ? Py_False : Py_True);
+}
+
 /* Where code runs that asks, without what current() means for the step. */
 static PyObject *
 current_where(PyObject *module, PyObject *Py_UNUSED(ignored))
@@ -144,6 +163,10 @@ PyMethodDef oomkit_current_methods[] = {
      "``if oomkit.current().is_last: ema.update(model)``. A step that asks is no "
      "longer\n"
      "checked for micro-batches that run different code."},
+    {"_micro", current_micro, METH_NOARGS,
+     "_micro()\n--\n\n"
+     "Number of this micro-batch, how many there are, its rows, its weight, and\n"
+     "whether a proof runs it."},
     {"_where", current_where, METH_NOARGS,
      "_where()\n--\n\n"
      "0; 1 in a part of a loop; 2 in a micro-batch of a call, 3 in its last."},

@@ -15,6 +15,8 @@ from .placed import Placed
 
 __all__ = ["ModuleCall"]
 
+_EARLIER = 2  # what _C._where() says in a micro-batch that others follow
+
 
 class _Hooks:
     """What a LightningOptimizer calls around its step, in the last micro-batch only."""
@@ -23,11 +25,11 @@ class _Hooks:
         self._own = before, after
 
     def before(self) -> None:
-        if _C.current().is_last:
+        if _C._where() != _EARLIER:
             self._own[0]()
 
     def after(self) -> None:
-        if _C.current().is_last:
+        if _C._where() != _EARLIER:
             self._own[1]()
 
 

@@ -4,49 +4,19 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import _C
+from .log_joins import Entry, Joins, by_call, joined, limit_of, said, states_of
 from .placed import Placed
 
 __all__ = ["ModuleLog"]
 
-_EXTREMES = {"min": min, "max": max}
-
-
-class _Entry(NamedTuple):
-    part: int  # number of the micro-batch
-    value: Any
-    weight: float
-    positional: tuple[Any, ...]
-    options: dict[str, Any]
-
 
 def _is_metric(value: Any) -> bool:
     return hasattr(value, "_forward_cache") and hasattr(value, "compute")
-
-
-def _by_call(noted: Sequence[_Entry]) -> list[list[_Entry]]:
-    """What each call of a step's code has logged: one value of every micro-batch."""
-    calls: list[list[_Entry]] = []
-    made: Counter[int] = Counter()
-    for entry in noted:
-        if made[entry.part] == len(calls):
-            calls.append([])
-        calls[made[entry.part]].append(entry)
-        made[entry.part] += 1
-    return calls
-
-
-def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    total = sum(weights)
-    if total <= 0.0:
-        return values[-1]
-    return sum(v * (w / total) for v, w in zip(values, weights, strict=True))
 
 
 class ModuleLog(Placed):
@@ -58,7 +28,8 @@ class ModuleLog(Placed):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, "log")
-        self._entries: dict[str, list[_Entry]] = {}
+        self._entries: dict[str, list[Entry]] = {}
+        self._joins = Joins()
         self._collects = False
         self.steps: set[types.CodeType] = set()  # code of the protected steps
 
@@ -79,14 +50,19 @@ class ModuleLog(Placed):
             if not self._in_a_step():
                 self._pass_on(name, value, *args, **kwargs)
             return  # else the call has logged it
-        size = kwargs.get("batch_size")
+        size, limit, states = kwargs.get("batch_size"), None, None
+        part, count, rows, weight, is_proof = _C._micro()
+        if is_proof:
+            limit = limit_of(value)
         if _is_metric(value):
+            states = states_of(value) if is_proof else None
             kept: Any = (value, value._forward_cache)
         else:
             kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        now = _C.current()
-        weight = now.weight if size is None else float(size)
-        self._entries.setdefault(name, []).append(_Entry(now.index, kept, weight, args, kwargs))
+        weight = weight if size is None else float(size)
+        self._entries.setdefault(name, []).append(
+            Entry(part, count, rows, weight, kept, args, kwargs, limit, states)
+        )
 
     def _pass_on(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         module = self._owner()
@@ -104,6 +80,9 @@ class ModuleLog(Placed):
     def restore(self, lengths: dict[str, int]) -> None:
         """What was logged since `lengths` was saved goes."""
         for name, entries in list(self._entries.items()):
+            gone = entries[lengths.get(name, 0) :]
+            if gone and gone[0].limit is not None:
+                self._joins.note(name, gone)
             del entries[lengths.get(name, 0) :]
             if not entries:
                 del self._entries[name]
@@ -122,33 +101,34 @@ class ModuleLog(Placed):
             result: of the call.
         """
         entries, self._entries, self._collects = self._entries, {}, False
-        for name, noted in ((n, call) for n, each in entries.items() for call in _by_call(each)):
-            args, kwargs = noted[-1].positional, dict(noted[-1].options)
-            if len(noted) > 1 and kwargs.get("batch_size") is not None:
-                kwargs["batch_size"] = sum(int(each.weight) for each in noted)
-            self._pass_on(name, self._value(noted, kwargs, result), *args, **kwargs)
+        self._joins.settle(type(self._owner()).__name__)
+        for name, each in entries.items():
+            for at, noted in enumerate(by_call(each)):
+                args, kwargs = noted[-1].positional, dict(noted[-1].options)
+                if len(noted) > 1 and kwargs.get("batch_size") is not None:
+                    kwargs["batch_size"] = sum(int(entry.weight) for entry in noted)
+                self._pass_on(name, self._value(name, at, noted, result), *args, **kwargs)
 
     def forget(self) -> None:
         """The call has ended in an error."""
         self._entries, self._collects = {}, False
+        self._joins.forget()
 
-    def _value(self, noted: list[_Entry], kwargs: dict[str, Any], result: Any) -> Any:
-        values, weights = [each.value for each in noted], [each.weight for each in noted]
-        if isinstance(values[-1], tuple):
-            metric = values[-1][0]
-            caches = [cache for _, cache in values]
-            if len(noted) > 1 and all(isinstance(cache, torch.Tensor) for cache in caches):
-                metric._forward_cache = _mean(caches, weights)
+    def _value(self, name: str, at: int, noted: list[Entry], result: Any) -> Any:
+        value = noted[-1].value
+        if isinstance(value, tuple):
+            metric = value[0]
+            caches = [entry._replace(value=entry.value[1]) for entry in noted]
+            if len(noted) > 1 and all(isinstance(each.value, torch.Tensor) for each in caches):
+                metric._forward_cache = joined("mean", caches)
             return metric
         if len(noted) == 1:
-            return values[0]
-        reduce = kwargs.get("reduce_fx", "mean")
-        kind = reduce.lower() if isinstance(reduce, str) else getattr(reduce, "__name__", "mean")
-        if kind in _EXTREMES:
-            return _EXTREMES[kind](values)
-        if kind == "sum" or (set(weights) == {1.0} and _is_loss(sum(values), result)):
-            return sum(values)
-        return _mean(values, weights)
+            return value
+        kind = said(noted[-1].options)
+        weights = {each.weight for each in noted}
+        if kind == "mean" and weights == {1.0} and _is_loss(joined("sum", noted), result):
+            kind = "sum"
+        return joined(self._joins.kind(name, at, kind), noted)
 
 
 def _is_loss(value: Any, result: Any) -> bool:

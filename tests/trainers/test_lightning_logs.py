@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from lightning_runs import CLASSES, FEATURES, Classifier, fit, loader, run, sweep
 from runs import SINGLE, differences
 from torch.nn import functional as F
@@ -94,6 +95,63 @@ def test_what_is_logged_of_uneven_batches_that_are_all_split(kind: Any, count: i
     outcome, _, ours = run(kind, callback={"accumulation_steps": count}, work=_fit)
     assert {record.accumulation_steps for record in ours.records} == {count}
     assert not differences(reference, outcome, SINGLE)
+
+
+class Shown(Classifier):
+    """What `log` is not told: the mean of a loss under an extreme, and one over all rows where the
+    loss is one over some labels."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = self.net(x)
+        loss = F.cross_entropy(scores, y, ignore_index=0)
+        both = {"on_step": True, "on_epoch": True}
+        self.log("worst", loss, reduce_fx="max", **both)
+        self.log("right", (scores.argmax(1) == y).float().mean(), **both)
+        self.log("count", float(len(x)), **both)
+        return loss
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_proof_shows_how_values_become_one(count: int) -> None:
+    sizes = {"work": lambda used, module: used.fit(module, _uneven((16, 12, 16)))}
+    reference, _, _ = run(Shown, protect=False, **sizes)
+    outcome, _, ours = run(Shown, callback={"accumulation_steps": count}, **sizes)
+    assert {record.accumulation_steps for record in ours.records} == {count}
+    assert not differences(reference, outcome, SINGLE)
+    assert outcome.error is None and not [line for line in outcome.said if "logs" in line]
+
+
+class Told(Classifier):
+    """Logs what no values of micro-batches make, and a metric that counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.MeanMetric()
+        self.weighed = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = self.net(x)
+        loss = F.cross_entropy(scores, y)
+        self.log("spread", scores.std())
+        self.seen.update(loss)
+        self.log("seen", self.seen)
+        self.weighed.update(loss, weight=len(x))
+        self.log("weighed", self.weighed)
+        self.accuracy.update(scores, y)
+        self.log("accuracy", self.accuracy)
+        return loss
+
+
+def test_what_cannot_be_joined_is_warned_of_once() -> None:
+    outcome, _, _ = run(Told, callback={"accumulation_steps": 2}, work=_fit)
+    assert outcome.error is None
+    told = [line for line in outcome.said if "Told logs" in line]
+    assert sorted(line.split("logs ")[1].split(",")[0] for line in told) == [
+        "'spread'",
+        "the metric 'seen'",
+    ]
 
 
 WRITTEN: queue.SimpleQueue[Any] = queue.SimpleQueue()  # lists go back with an attempt
