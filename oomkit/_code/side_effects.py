@@ -48,6 +48,8 @@ _MODULE_OWN = frozenset(vars(torch.nn.Module())) | {
 # would keep their class alive.)
 _SLOTLESS: dict[int, weakref.ref[type]] = {}
 _FOREIGN = frozenset({"torch", "oomkit", "accelerate", "numpy", "logging", "threading"})
+# A metric of torchmetrics has it, which is to count: see oomkit._proof.metrics.
+_METRIC = "._update_count"
 
 
 def _is_foreign(kind: type) -> bool:
@@ -424,7 +426,12 @@ class Watch:
         return refusal, warning, self.beside
 
     def warning(self, buffers: list[str]) -> str | None:
-        effects = [e for f in self.functions for e in effects_of(f.function, f.given)]
+        effects = [
+            effect
+            for each in self.functions
+            for effect in effects_of(each.function, each.given)
+            if not effect.path.endswith(_METRIC)
+        ]
         if self.functions:
             for effect in effects:
                 effect.own = effect.function == self.functions[0].function.__name__
@@ -432,7 +439,9 @@ class Watch:
         changed = {
             path: how
             for path, was in self.before.items()
-            if path in now and (how := _difference(was, now[path])) is not None
+            if path in now
+            and f"{path.rpartition('.')[0]}{_METRIC}" not in now
+            and (how := _difference(was, now[path])) is not None
         }
         changed |= {
             path: f"{_short(value)}, made by it"

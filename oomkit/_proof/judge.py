@@ -24,6 +24,7 @@ from .graphs.bounds import bounds, of_the_batch, order_rows
 from .graphs.flows import Flows, hooks
 from .graphs.terms import Terms, learn_terms, note_terms
 from .lengths import lengths
+from .metrics import Metrics
 from .numbers import Numbers
 from .put_back.plain_values import Step
 from .quiet import Quiet
@@ -62,17 +63,7 @@ _GRADIENT = {1e-9: 1e-9, 2e-5: 2e-4, 1e-3: 5e-3, 2e-2: 5e-2}
 # others are made of.
 _CANCELS = 0.02
 _NOISE = 0.2  # what random numbers make of a loss, at most
-_EXACT, _HALF = 1e-9, 2e-2  # tolerance() of double precision, and of half
-# Matrix products of other sizes are summed in another order; a result may be a difference.
-_VALUE = {
-    torch.float64: 1e-8,
-    torch.float32: 1e-3,
-    torch.float16: 5e-2,
-    torch.bfloat16: 5e-2,
-    torch.int64: 0.1,  # an argmax may flip by rounding
-    torch.int32: 0.1,
-    torch.bool: 0.1,
-}
+_HALF = 2e-2  # tolerance() of half precision
 _LOSS = frozenset({"result", "result[0]", "result['loss']", "result.loss"})
 _SQUARED = 1e-6  # what a norm can tell that is the difference of squares, in double
 _LOOSE = 2.5  # how much looser a bound of gradients is than one of losses
@@ -140,6 +131,7 @@ class Proof:
         self.tried: Tried = dict(tried or {})  # the site's own when all has gone well
         self.unjoined = False  # results of parts of one row could not be joined
         self._numbers = Numbers()
+        self._metrics = Metrics(self._roots)
         self.volatile = False  # nothing but results differs: are they the same twice?
         self._gradients: set[str] = set()  # kinds of those that were compared
 
@@ -189,6 +181,7 @@ class Proof:
             self._unwritten = {i: values.host(self._params[i]) for i in self._written}
         self._raw = run in ("raw", "one", "two")
         self._cut = cut
+        self._metrics.begin(run)
         self.draws.begin(cut, run == "whole")
 
     # --- what it sees inside one ---
@@ -346,6 +339,7 @@ class Proof:
 
     def finish(self, gradients: list[torch.Tensor | None]) -> None:
         """The end of a run: gradients as the caller would have them."""
+        self._metrics.end()
         run = self._runs[self._now]
         made = {i: g for i, g in enumerate(gradients) if g is not None}
         updated = {i: run.seen.find(id(self._params[i]), g) for i, g in made.items()}
@@ -550,14 +544,7 @@ class Proof:
     def _result_limit(self, value: Any) -> float:
         if self.noise:
             return _NOISE
-        if isinstance(value, torch.Tensor):
-            return _VALUE.get(value.dtype, 0.0)
-        if type(value).__module__ == "numpy":
-            return {"f8": 1e-8, "f4": 1e-3, "f2": 5e-2}.get(value.dtype.str[1:], 0.1)
-        if not isinstance(value, float):
-            return _VALUE[torch.float32]
-        kinds = {_EXACT: values.precision(value), _HALF: torch.bfloat16}  # as the loss is
-        return _VALUE[kinds.get(self._loss_limit, torch.float32)]
+        return values.limit(value, self._loss_limit)
 
     def _compare_results(self, whole: Run, made: Run) -> None:
         again = self._runs.get("whole again")
@@ -714,6 +701,8 @@ class Proof:
     def proven(self, whole: int, first: int, second: int) -> str:
         """The line that says so."""
         how = ""
+        if not self.noise:
+            self._metrics.tell(self.tried)
         if self.noise:
             how = "; a coarse comparison, because the step draws random numbers"
         elif self.draws.hides:

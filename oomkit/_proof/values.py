@@ -22,6 +22,7 @@ __all__ = [
     "is_rounding",
     "is_same",
     "kept_leaves",
+    "limit",
     "loss_of",
     "mark",
     "norm",
@@ -37,6 +38,17 @@ __all__ = [
 
 # A loss that cancels to nothing (advantages of a group, whose mean is 0) is rounding of its terms.
 _NOTHING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+# Matrix products of other sizes are summed in another order; a result may be a difference.
+_VALUE = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 5e-2,
+    torch.int64: 0.1,  # an argmax may flip by rounding
+    torch.int32: 0.1,
+    torch.bool: 0.1,
+}
+_EXACT, _HALF = 1e-9, 2e-2  # tolerance() of a loss in double precision, and in half
 _SAMPLE = 64  # values of a parameter that tell that it has moved
 _CHUNK = 1 << 16  # elements that a cache holds
 _PIECE = 1 << 20  # of an accelerator, whose memory may be full: 4 MiB in single precision
@@ -66,6 +78,22 @@ def norm(value: torch.Tensor) -> float:
 def precision(value: float) -> torch.dtype:
     """What a number was computed in, by its bits: ``(out == y).float().mean().item()``."""
     return torch.float32 if ctypes.c_float(value).value == value else torch.float64
+
+
+def limit(value: Any, of_loss: float) -> float:
+    """What rounding explains in a result, relative.
+
+    Args:
+        of_loss: what it explains in the loss of the step.
+    """
+    if isinstance(value, torch.Tensor):
+        return _VALUE.get(value.dtype, 0.0)
+    if type(value).__module__ == "numpy":
+        return {"f8": 1e-8, "f4": 1e-3, "f2": 5e-2}.get(value.dtype.str[1:], 0.1)
+    if not isinstance(value, float):
+        return _VALUE[torch.float32]
+    kinds = {_EXACT: precision(value), _HALF: torch.bfloat16}  # as the loss is
+    return _VALUE[kinds.get(of_loss, torch.float32)]
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:

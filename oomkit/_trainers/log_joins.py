@@ -12,7 +12,7 @@ import torch
 
 from .. import _C
 
-__all__ = ["Entry", "Joins", "by_call", "joined", "limit_of", "said", "states_of"]
+__all__ = ["Entry", "Joins", "by_call", "joined", "limit_of", "said"]
 
 _EXTREMES = {"min": min, "max": max}
 # What rounding explains, relative: as in results of steps.
@@ -33,7 +33,6 @@ class Entry(NamedTuple):
     positional: tuple[Any, ...]
     options: dict[str, Any]
     limit: float | None  # in a proof: see limit_of()
-    states: dict[str, Any] | None  # of a metric, in a proof
 
 
 def by_call(noted: Sequence[Entry]) -> list[list[Entry]]:
@@ -77,18 +76,6 @@ def limit_of(value: Any) -> float:
     return _SAME.get(value.dtype if is_real else torch.float32, _SAME_IN_HALF)
 
 
-def states_of(metric: Any) -> dict[str, Any]:
-    """What a metric of torchmetrics has counted, by name; of lists how much is in them."""
-    found: dict[str, Any] = {}
-    for name in getattr(metric, "_defaults", ()):
-        state = getattr(metric, name, None)
-        if isinstance(state, torch.Tensor):
-            found[name] = state.detach().clone()
-        elif isinstance(state, list):
-            found[name] = sum(each.numel() for each in state if isinstance(each, torch.Tensor))
-    return found
-
-
 class Joins:
     """What proofs have shown of a module's logs, call by call of `log`."""
 
@@ -121,18 +108,13 @@ class Joins:
         """A split is proven: what it shows. Warns once of a name that cannot be joined."""
         for key, parts in self._parts.items():
             whole = self._wholes[key]
-            limit = whole.limit or 0.0
-            if whole.states is not None:
-                if not _are_same(whole.states, parts[-1].states or {}, limit):
-                    self._warn(key[0], label, counts=True)
-                continue
-            fits = _fitting(whole, parts, limit)
+            fits = _fitting(whole, parts)
             if fits is None:
                 continue
             fits = [kind for kind in self._fits.get(key, fits) if kind in fits]
             self._fits[key] = fits
             if not fits:
-                self._warn(key[0], label, counts=False)
+                self._warn(key[0], label)
         self.forget()
 
     def kind(self, name: str, at: int, by_code: str) -> str:
@@ -140,48 +122,32 @@ class Joins:
         fits = self._fits.get((name, at), ())
         return by_code if not fits or by_code in fits else fits[0]
 
-    def _warn(self, name: str, label: str, *, counts: bool) -> None:
+    def _warn(self, name: str, label: str) -> None:
         """Once of each name."""
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        if counts:
-            text = (
-                f"oomkit: {label} logs the metric {name!r}, which counts calls of its update(), "
-                "not rows: of split batches it gives another number. Tell it the number of rows "
-                f"(weight=len(batch)){_C.see('trainers')}"
-            )
-        else:
-            text = (
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
                 f"oomkit: {label} logs {name!r}, of which values of micro-batches do not make the "
                 "value of the batch: what is logged of split batches is another number. Log the "
                 "metric object with on_epoch=True, or what is computed at the end of the epoch"
-                f"{_C.see('trainers')}"
+                f"{_C.see('trainers')}",
+                _C.OomkitWarning,
+                stacklevel=4,
             )
-        warnings.warn(text, _C.OomkitWarning, stacklevel=4)
 
 
-def _are_same(one: dict[str, Any], two: dict[str, Any], limit: float) -> bool:
-    for name, state in one.items():
-        other = two.get(name)
-        if not isinstance(state, torch.Tensor) or not isinstance(other, torch.Tensor):
-            if state != other:
-                return False
-        elif state.shape != other.shape or not torch.allclose(
-            state.double(), other.double(), rtol=limit, equal_nan=True
-        ):
-            return False
-    return True
-
-
-def _fitting(whole: Entry, parts: list[Entry], limit: float) -> list[str] | None:
+def _fitting(whole: Entry, parts: list[Entry]) -> list[str] | None:
     """Ways in which values of parts make that of the whole. None where that is not to be told."""
     numbers = [n for n in (_number(each.value) for each in (whole, *parts)) if n is not None]
     scale = max(map(abs, numbers), default=math.inf)
-    if len(numbers) <= len(parts) or not math.isfinite(scale):
+    if whole.limit is None or len(numbers) <= len(parts) or not math.isfinite(scale):
         return None
     kinds = dict.fromkeys((said(whole.options), _BY_WEIGHTS, _BY_ROWS, _SUM))
-    return [kind for kind in kinds if abs(float(joined(kind, parts)) - numbers[0]) <= limit * scale]
+    return [
+        kind
+        for kind in kinds
+        if abs(float(joined(kind, parts)) - numbers[0]) <= whole.limit * scale
+    ]
 
 
 def _number(value: Any) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from .log_joins import Entry, Joins, by_call, joined, limit_of, said, states_of
+from .log_joins import Entry, Joins, by_call, joined, limit_of, said
 from .placed import Placed
 
 __all__ = ["ModuleLog"]
@@ -50,18 +50,16 @@ class ModuleLog(Placed):
             if not self._in_a_step():
                 self._pass_on(name, value, *args, **kwargs)
             return  # else the call has logged it
-        size, limit, states = kwargs.get("batch_size"), None, None
+        size = kwargs.get("batch_size")
         part, count, rows, weight, is_proof = _C._micro()
-        if is_proof:
-            limit = limit_of(value)
+        limit = limit_of(value) if is_proof and not _is_metric(value) else None
         if _is_metric(value):
-            states = states_of(value) if is_proof else None
             kept: Any = (value, value._forward_cache)
         else:
             kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
         weight = weight if size is None else float(size)
         self._entries.setdefault(name, []).append(
-            Entry(part, count, rows, weight, kept, args, kwargs, limit, states)
+            Entry(part, count, rows, weight, kept, args, kwargs, limit)
         )
 
     def _pass_on(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -103,3 +104,29 @@ def test_a_metric_that_the_object_of_a_method_has() -> None:
     accuracy = trainer.metrics["train"]["MulticlassAccuracy"]
     rows = accuracy.tp.sum() + accuracy.fn.sum()
     assert rows.item() == 8 and accuracy._update_count == 2
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("forward", [False, True], ids=["update", "forward"])
+def test_a_metric_that_counts_calls_is_told(weighs: bool, forward: bool) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 4), torch.randint(0, CLASSES, (8,))
+    model, mean, accuracy = nn.Linear(4, CLASSES), torchmetrics.MeanMetric(), METRICS["lists"]()
+    add = mean if forward else mean.update
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        logits = model(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        add(loss, weight=len(x)) if weighs else add(loss)
+        accuracy.update(logits.detach().softmax(1), y)
+        loss.backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", oomkit.OomkitWarning)
+        for _ in range(3):
+            step(x, y)
+    said = [str(each.message) for each in caught if each.category is oomkit.OomkitWarning]
+    assert [text for text in said if "once per micro-batch" in text] == []
+    told = [text for text in said if "counts calls of its update()" in text]
+    assert len(told) == (not weighs)
