@@ -5,7 +5,8 @@
 With --suite or --unit only those, and the table is not written; but with --again they take
 the place of what the last whole run had of them, and the table says which were run again.
 A whole run takes hours: each unit's result is kept as soon as it is there. After one that was
-cut off, --rest runs what it had left, of the same commit.
+cut off, --rest runs what it had left and what has failed, of the same commit, or with --suite a
+part of that. The table is written when nothing is left.
 """
 
 from __future__ import annotations
@@ -105,13 +106,14 @@ def commit() -> str:
 
 
 def begun(seed: str) -> tuple[Results, float]:
-    """What a run that was cut off has found of this commit, and how long it took."""
+    """What a run that was cut off has found of this commit, but for failures, and how long it
+    took."""
     if not PART.exists():
         return {}, 0.0
     results, saved = read(PART)
     if (saved["commit"], saved["seed"]) != (commit(), seed):
         raise SystemExit("--rest: what was cut off ran on another commit or with another seed")
-    return results, saved["seconds"]
+    return {key: found for key, found in results.items() if not found.failures}, saved["seconds"]
 
 
 def write(results: Results, seconds: float, seed: str, again: bool) -> None:
@@ -145,15 +147,16 @@ def main() -> int:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {list(by_name)}")
     seed = os.environ.get("OOMKIT_TEST_SEED", "20240607")
     results, before = begun(seed) if arguments.rest else ({}, 0.0)
+    every = [(suite, unit) for suite in SUITES for unit in suite.units()]
     work = [
         (suite, unit)
-        for suite in SUITES
+        for suite, unit in every
         if not arguments.suite or suite.name in arguments.suite
-        for unit in suite.units()
         if not arguments.unit or unit in arguments.unit
         if (suite.name, unit) not in results
     ]
-    whole, saving = not (arguments.suite or arguments.unit), threading.Lock()
+    whole = arguments.rest or not (arguments.suite or arguments.unit)
+    saving = threading.Lock()
     print(f"seed {seed} (OOMKIT_TEST_SEED), {len(work)} units, {arguments.jobs} processes")
     begin = time.perf_counter() - before
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
@@ -180,8 +183,11 @@ def main() -> int:
     seconds = time.perf_counter() - begin
     print(f"\n{summary(results, seconds)}")
     failed = any(result.failures for result in results.values())
-    if arguments.again or whole:
-        write(results, seconds, seed, arguments.again)
+    in_order = {
+        (s.name, unit): results[s.name, unit] for s, unit in every if (s.name, unit) in results
+    }
+    if arguments.again or (whole and len(in_order) == len(every)):
+        write(in_order, seconds, seed, arguments.again)
         PART.unlink(missing_ok=True)
     return 1 if failed or not results else 0
 

@@ -17,7 +17,7 @@ def _zoo() -> list[str]:
     return sorted(MODELS, key=lambda name: not MODELS[name].compiled)
 
 
-PLACES = 15
+PLACES = 6
 """Allocations of a phase that fail, in each case: a proof makes hundreds that are alike."""
 
 

@@ -131,8 +131,9 @@ def test_units_that_run_again_take_the_place_of_the_last(
 def test_what_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "PART", tmp_path / "part.json")
     assert main.begun("1") == ({}, 0.0)
-    found = {("models", "a"): Result(4, ["wrong"], "told", 1.0, ["more"])}
-    main.save(main.PART, found, seconds=9.0, seed="1", commit=main.commit())
+    found = {("models", "a"): Result(4, [], "told", 1.0, ["more"])}
+    failed = {("models", "b"): Result(4, ["wrong"])}
+    main.save(main.PART, found | failed, seconds=9.0, seed="1", commit=main.commit())
     assert main.begun("1") == (found, 9.0)
     with pytest.raises(SystemExit, match="another seed"):
         main.begun("2")
