@@ -99,7 +99,8 @@ oomkit_paths_watched(oomkit_call *call)
 void
 oomkit_paths_micro(oomkit_call *call)
 {
-    call->cut->paths.graphs = call->cut->paths.gradients = 0;
+    call->cut->paths.graphs = 0;
+    call->cut->paths.left = (oomkit_sample){0, 0};
 }
 
 void
@@ -183,17 +184,17 @@ oomkit_paths_kind(oomkit_call *call, uint64_t kind)
 }
 
 void
-oomkit_paths_leave(oomkit_call *call, uint64_t gradients)
+oomkit_paths_leave(oomkit_call *call, oomkit_sample gradients)
 {
-    call->cut->paths.gradients = gradients;
+    call->cut->paths.left = gradients;
 }
 
-uint64_t
+oomkit_sample
 oomkit_paths_left(oomkit_call *call)
 {
-    const uint64_t left = call->cut->paths.gradients;
+    const oomkit_sample left = call->cut->paths.left;
 
-    call->cut->paths.gradients = 0;
+    call->cut->paths.left = (oomkit_sample){0, 0};
     return left;
 }
 

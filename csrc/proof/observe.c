@@ -290,41 +290,61 @@ proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
                                : 0;
 }
 
-#define CHANGED                                                                        \
-    0xd1b54a32d192ed03u /* gradients, behind the backward: a kind of path              \
-                         */
+/* Gradients, behind the backward: a kind of path, and another one. */
+#define CHANGED 0xd1b54a32d192ed03u
+#define WRITTEN 0x8cb92ba72f3d8dd7u
 
-/* What gradients are, from a few values of each: on the CPU, for it would wait for a
- * device. Not 0; 0 with an exception. */
-static uint64_t
-gradients_sample(oomkit_call *call)
+/* One gradient among those before it. Values on a device would have to be waited for.
+ * 0 or -1. */
+static int
+gradient_sample(oomkit_state *st, PyObject *gradient, oomkit_sample *sample)
 {
-    uint64_t hash = 1;
+    const uint64_t values =
+        gradient == Py_None ? 1 : oomkit_tensor_sample(st, gradient);
+    uint32_t version;
+
+    if (values != 0) {
+        sample->values = oomkit_hash_mix(sample->values, values) | 1;
+        return 0;
+    }
+    if (oomkit_tensor_version(st, gradient, &version) < 0) {
+        return -1;
+    }
+    sample->writes = oomkit_hash_mix(sample->writes, (uintptr_t)gradient);
+    sample->writes = oomkit_hash_mix(sample->writes, version) | 1;
+    return 0;
+}
+
+/* 0 or -1. */
+static int
+gradients_sample(oomkit_call *call, oomkit_sample *sample)
+{
     Py_ssize_t i;
 
+    *sample = (oomkit_sample){1, 1};
     for (i = 0; i < call->parts->param_count; i++) {
         OWNED PyObject *gradient = grads_get(call, i);
-        if (gradient == NULL) {
-            return 0;
+        if (gradient == NULL || gradient_sample(call->st, gradient, sample) < 0) {
+            return -1;
         }
-        hash = oomkit_hash_mix(
-            hash, gradient == Py_None ? 0 : oomkit_tensor_sample(call->st, gradient));
     }
-    return hash | 1;
+    return 0;
 }
 
 /* A backward of the last micro-batch has left the gradients of all. 0 or -1. */
 static int
 gradients_are_left(oomkit_call *call)
 {
-    uint64_t sample;
+    oomkit_sample sample;
 
     if (!call->is_last || !oomkit_has_bridge(call->st) || !oomkit_paths_watched(call)) {
         return 0;
     }
-    sample = gradients_sample(call);
+    if (gradients_sample(call, &sample) < 0) {
+        return -1;
+    }
     oomkit_paths_leave(call, sample);
-    return sample == 0 ? -1 : 0;
+    return 0;
 }
 
 /* The step has changed them, before its first update: by what it has read from the rows
@@ -332,13 +352,17 @@ gradients_are_left(oomkit_call *call)
 static int
 gradients_are_used(oomkit_call *call)
 {
-    const uint64_t left = oomkit_paths_left(call);
-    const uint64_t now = left == 0 ? 0 : gradients_sample(call);
+    const oomkit_sample left = oomkit_paths_left(call);
+    oomkit_sample now;
 
-    if (left != 0 && now == 0) {
+    if (left.values == 0) {
+        return 0;
+    }
+    if (gradients_sample(call, &now) < 0 ||
+        (now.values != left.values && oomkit_paths_kind(call, CHANGED) < 0)) {
         return -1;
     }
-    return now == left ? 0 : oomkit_paths_kind(call, CHANGED);
+    return now.writes == left.writes ? 0 : oomkit_paths_kind(call, WRITTEN);
 }
 
 static int

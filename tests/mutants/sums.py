@@ -492,12 +492,23 @@ MUTANTS = [
         "changed-gradients-are-no-path",
         "a step may begin to multiply gradients by a number of its last micro-batch",
         "csrc/proof/observe.c",
-        "    return now == left ? 0 : oomkit_paths_kind(call, CHANGED);\n",
-        "    return 0;\n",
+        "        (now.values != left.values && oomkit_paths_kind(call, CHANGED) < 0)) {",
+        "        (now.values != left.values && call == NULL)) {",
         (
             "proof/test_proof_later.py"
             "::test_gradients_that_the_step_begins_to_change_by_its_loss_are_refused_before_the_update"
             "[_multiplied-2]",
+        ),
+    ),
+    Mutant(
+        "written-gradients-are-no-path",
+        "so it may where values of gradients are not read, as on a device",
+        "csrc/proof/observe.c",
+        "    return now.writes == left.writes ? 0 : oomkit_paths_kind(call, WRITTEN);\n",
+        "    return 0;\n",
+        (
+            "proof/test_proof_later.py::test_so_they_are_where_their_values_are_not_read"
+            "[_multiplied]",
         ),
     ),
     Mutant(

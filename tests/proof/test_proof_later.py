@@ -397,7 +397,7 @@ def _clipped_to_one_number(params: list[nn.Parameter], by: float) -> None:
     nn.utils.clip_grad_norm_(params, 10.0 if by == 1.0 else 0.05)
 
 
-def _changing(change: Callable[[list[nn.Parameter], float], None]) -> Program:
+def _changing(change: Callable[[list[nn.Parameter], float], None], always: bool = True) -> Program:
     """A program that changes its gradients, by a number that it reads from its loss."""
     program = Program(_plain)
 
@@ -407,7 +407,9 @@ def _changing(change: Callable[[list[nn.Parameter], float], None]) -> Program:
         loss = _plain(program.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         params = [p for p in program.model.parameters() if p.grad is not None]
-        change(params, 0.5 * loss.item() if program.number >= LATER else 1.0)
+        late = program.number >= LATER
+        if always or late:
+            change(params, 0.5 * loss.item() if late else 1.0)
         program.optimizer.step()
 
     program.step = step  # type: ignore[method-assign,assignment]
@@ -420,6 +422,26 @@ def test_gradients_that_the_step_begins_to_change_by_its_loss_are_refused_before
     change: Callable[[list[nn.Parameter], float], None], steps: int
 ) -> None:
     _is_refused(_changing(change), _changing(change), steps)
+
+
+@pytest.mark.parametrize("change", [_multiplied, _replaced])
+def test_so_they_are_where_their_values_are_not_read(
+    change: Callable[[list[nn.Parameter], float], None],
+) -> None:
+    """Gradients of parameters that do not lie in a row, as on a device."""
+
+    def transposed() -> Program:
+        program = _changing(change, always=False)
+        for part in program.model:
+            if isinstance(part, nn.Linear):
+                part.weight.data = part.weight.data.t().contiguous().t()
+                part.bias = None
+        program.optimizer = torch.optim.SGD(program.model.parameters(), lr=0.1)
+        return program
+
+    program = transposed()
+    assert not any(p.is_contiguous() for p in program.model.parameters())
+    _is_refused(program, transposed(), 2)
 
 
 def test_gradients_that_are_clipped_from_some_call_on_are_proven_once() -> None:
