@@ -12,7 +12,9 @@ from .._code.spots import is_metric
 
 __all__ = ["Metrics"]
 
-_CLOSE = 1e-3  # relative: rounding of sums in single precision; one call more shows in far more
+# What rounding in single precision explains, relative: of what is added, and of what was there.
+_CLOSE, _ROUNDED = 1e-3, 1e-6
+_LARGEST = 1 << 20  # values of a state; one with more is not looked at
 _States = dict[str, torch.Tensor]
 
 
@@ -23,9 +25,16 @@ def _states(metric: torch.nn.Module) -> _States:
         state: Any = getattr(metric, name, None)
         if isinstance(state, list):
             state = torch.tensor(sum(v.numel() for v in state if isinstance(v, torch.Tensor)))
-        if isinstance(state, torch.Tensor):
+        if isinstance(state, torch.Tensor) and state.numel() <= _LARGEST:
             found[name] = state.detach().to("cpu", torch.float64, copy=True)
     return found
+
+
+def _are_apart(one: torch.Tensor, two: torch.Tensor, before: float) -> bool:
+    """Not where one of them is no number, as what is added to an infinite minimum."""
+    largest = max(float(each.abs().amax()) for each in (one, two)) if one.numel() else 0.0
+    gap = float((one - two).abs().amax()) if one.numel() else 0.0
+    return gap > _CLOSE * largest + _ROUNDED * before
 
 
 class Metrics:
@@ -39,6 +48,7 @@ class Metrics:
         self._roots = roots
         self._now = ""
         self._before: dict[int, _States] = {}
+        self._largest: dict[tuple[int, str], float] = {}
         self._added: dict[str, dict[int, _States]] = {}
 
     def _all(self) -> dict[int, _States]:
@@ -48,6 +58,9 @@ class Metrics:
         """A run begins."""
         self._now = run if run in ("whole", "parts") else ""
         self._before = self._all() if self._now else {}
+        for key, states in self._before.items():
+            for name, state in states.items():
+                self._largest[key, name] = float(state.abs().amax()) if state.numel() else 0.0
 
     def end(self) -> None:
         """It has ended."""
@@ -73,8 +86,8 @@ class Metrics:
             key
             for key, states in one.items()
             for name, state in states.items()
-            if name in two.get(key, ())
-            and not torch.allclose(state, two[key][name], rtol=_CLOSE, equal_nan=True)
+            if (other := two.get(key, {}).get(name)) is not None
+            and _are_apart(state, other, self._largest.get((key, name), 0.0))
         }
         names: dict[int, str] = {}
         for root in self._roots if apart else ():

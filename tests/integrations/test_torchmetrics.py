@@ -130,3 +130,22 @@ def test_a_metric_that_counts_calls_is_told(weighs: bool, forward: bool) -> None
     assert [text for text in said if "once per micro-batch" in text] == []
     told = [text for text in said if "counts calls of its update()" in text]
     assert len(told) == (not weighs)
+
+
+def test_what_rounding_makes_of_a_long_count_is_not_told() -> None:
+    """A million calls have gone before: in single precision a sum of them is as large."""
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 4), torch.randint(0, CLASSES, (8,))
+    model, mean = nn.Linear(4, CLASSES), torchmetrics.MeanMetric()
+    mean.update(1.37, weight=1e6)
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = nn.functional.cross_entropy(model(x), y)
+        mean.update(loss, weight=len(x))
+        loss.backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", oomkit.OomkitWarning)
+        for _ in range(3):
+            step(x, y)
