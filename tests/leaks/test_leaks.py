@@ -55,14 +55,14 @@ def test_ten_thousand_recovered_ooms_leave_nothing() -> None:
                 step(x)
             assert armed.fired == 1
 
-    ooms(100)
+    ooms(40)
     gc.collect()
     gc.disable()
     try:
         bytes0, objects0 = _alive(), len(gc.get_objects())
-        ooms(5_000 if WHOLE else 60)
+        ooms(5_000 if WHOLE else 30)
         bytes1, objects1 = _alive(), len(gc.get_objects())
-        ooms(5_000 if WHOLE else 60)
+        ooms(5_000 if WHOLE else 30)
         bytes2, objects2 = _alive(), len(gc.get_objects())
     finally:
         gc.enable()

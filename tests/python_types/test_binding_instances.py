@@ -233,11 +233,11 @@ def test_a_step_made_in_a_loop_knows_its_own_and_leaves_nothing() -> None:
                 loss.backward()
                 return loss.item()
 
-            if i % 10 == 0:
+            if i % 40 == 0:
                 with inject_oom(nth=1, phase="backward"):
                     step(X)
             step(X)
-            assert step.records[-1].accumulation_steps == (2 if i % 10 == 0 else 1)
+            assert step.records[-1].accumulation_steps == (2 if i % 40 == 0 else 1)
             refs.append(weakref.ref(step))
         del step
         return refs

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from helpers.messages import message_of
+from helpers.own_process import run_program
 from helpers.sample import sampled, with_rest
 
 from .ends import HOW, one_end
@@ -279,22 +278,19 @@ def said(call):
     except Exception as error:
         return str(error).splitlines()[0]
 
-if "watched" in sys.argv:
+watched = False
+if watched:
     world.watch()
     wait = lambda work, plain, limit: plain(work, limit)
     world._present = types.SimpleNamespace(present=True, wait=wait)
 tensor = torch.ones(1)
 print(said(Group().barrier), said(lambda: Group().broadcast([tensor])), said(Work().wait))
 """
-    plain, watched = (
-        subprocess.run(
-            [sys.executable, "-c", f"import sys\n{program}", *more],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-        for more in ([], ["watched"])
-    )
+    done = [
+        run_program(text)
+        for text in (program, program.replace("watched = False", "watched = True"))
+    ]
+    assert [each.returncode for each in done] == [0, 0], done[-1].stderr
+    plain, watched = (each.stdout for each in done)
     assert watched == plain
     assert "No backend" in plain
