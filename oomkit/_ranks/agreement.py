@@ -326,7 +326,11 @@ class Agreement(Call):
         """Another attempt of all ranks; everything is back."""
         if self.own:
             raise self.cannot(f"it has made {self.own}() of the step's own")
+        cut_off = not self.committed  # else all that was sent has come
         for reducer in self._reducers:
+            if cut_off and (self._joined is None or self._joined.is_full()):
+                with self._by_models(reducer), self.owing():
+                    reducer.rest()
             reducer.reset()
         self._whole, self._cautious, self.trouble, self._done = False, True, True, 0
         self.stopped = False

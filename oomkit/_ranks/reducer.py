@@ -41,7 +41,7 @@ _USED = {
     REDUCER: "_check_reducer_finalized _get_local_used_map "
     "_get_zeros_like_grad_buckets _rebuild_buckets _reset_state _run_comm_hook "
     "prepare_for_backward",
-    dist.ProcessGroup: "_get_sequence_number_for_group",
+    dist.ProcessGroup: "_get_backend _get_sequence_number_for_group",
 }
 """What is private in torch, and used here."""
 _USED_BY_STATIC = {
@@ -296,6 +296,14 @@ class Reducer:
         self._again = 0
         with contextlib.suppress(RuntimeError):  # gloo has none: the others' parts are done
             self.model.process_group._wait_for_pending_works()  # when they vote
+
+    def rest(self) -> None:
+        """All ranks begin again. What this one has sent of a reduction that was cut off may still
+        be under way: gloo has several threads, and ends collectives in any order. The next
+        reduction would write where that reads. Its barrier waits for all that was sent before."""
+        backend = self.model.process_group._get_backend(self.params[0].device)
+        if backend.name() == "gloo":
+            backend.barrier().wait()
 
     def post(self) -> list[Any]:
         """Its part, with zeros, of the reduction that others are in or come to: what is to be

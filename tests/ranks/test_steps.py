@@ -761,3 +761,11 @@ def test_a_rank_without_memory_for_what_a_call_begins_with_ends_all() -> None:
     other, failed = results_of("owed:entry", 2, after=True, call=3, times=9)
     for found in (other, failed):
         assert found[2].startswith("RankError: rank 1 cannot continue: OutOfMemoryError: CUDA out")
+
+
+def test_all_wait_for_what_was_sent_of_a_reduction_that_was_cut_off() -> None:
+    """Its buffers are those of the next one, and gloo's threads end collectives in any order."""
+    for (healthy, failed), right in results_of("owed:cut_off", 2):
+        assert failed == 2 * healthy + 1  # with zeros, a barrier, and once more
+        assert right
+    assert results_of("owed:overtaken", 2) == [[True], [True]]

@@ -16,7 +16,7 @@ from oomkit._ranks.reducer import Reducer
 from oomkit.testing import inject_oom
 
 from ..launch import Rank
-from .common import prepare, raised
+from .common import equal, gradients, prepare, raised
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -92,3 +92,37 @@ def _outlives(rank: Rank) -> None:
         store.wait(["over"], datetime.timedelta(seconds=20))
     else:
         store.set("over", "1")
+
+
+def cut_off(rank: Rank) -> list[Any]:
+    """All ranks fail at the end of a backward in which a reduction overlaps: collectives of a
+    healthy call and of that one, and whether the ranks have the same gradients as without it."""
+    model, optimizer, x, y = prepare(rank)
+    group = model.process_group
+
+    @oomkit.auto_batch(verify=False)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+
+    made, found = [], []
+    seen = 10**6
+    for fails in (False, False, False, True):
+        before = group._get_sequence_number_for_group()
+        with inject_oom(nth=seen if fails else 10**6, phase="backward") as faults:
+            step(x, y)
+        seen = faults.seen
+        made.append(group._get_sequence_number_for_group() - before)
+        found.append(gradients(model))
+    assert step.records[-1].ooms == 1
+    return [made[2:], equal(found[3], found[2])]
+
+
+def overtaken(rank: Rank) -> list[bool]:
+    """Whether a large collective has come when a small one after it has, by gloo's barrier."""
+    rank.join()
+    group = dist.distributed_c10d._get_default_group()
+    large = group.allreduce([torch.ones(20_000_000)])
+    group.allreduce([torch.ones(1)]).wait()
+    group._get_backend(torch.device("cpu")).barrier().wait()
+    return [large.is_completed()]
