@@ -19,7 +19,8 @@ ranks do together, in this order, is the same whatever each needs for it:
 
 A rank that fails when others may have seen something of its attempt makes up for the reductions
 that it has begun, with zeros, and votes that all begin again, which they learn at their next
-vote. The first reduction of such another attempt is voted on, and nothing overlaps.
+vote. Over gloo all then wait for what they have sent, by a barrier: its threads end collectives in
+any order. The first reduction of such another attempt is voted on, and nothing overlaps.
 """
 
 from __future__ import annotations
