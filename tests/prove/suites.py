@@ -220,7 +220,13 @@ RUNGS: dict[str, list[tuple[list[str], str]]] = {
         (["ladder/test_each_rung.py"], "activations"),
     ],
     "recompute": [(["ladder/test_climbing.py", "ladder/test_each_rung.py"], "recompute")],
-    "gradients, once": [(["ladder/test_host_gradients.py"], "not for_good")],
+    "gradients, once": [(["ladder/test_host_gradients.py"], "not for_good and not anywhere")],
+    **{
+        f"gradients, once, {phase}": [
+            (["ladder/test_host_gradients.py"], f"anywhere and {phase}")
+        ]
+        for phase in ("forward", "backward", "recovery")
+    },
     "gradients, for good": [
         (["ladder/test_host_gradients.py"], "for_good"),
         (["ladder/test_each_rung.py"], "gradients"),
