@@ -21,6 +21,14 @@ MUTANTS = [
         ("ranks/test_ddp.py::test_each_place_of_a_plain_step",),
     ),
     Mutant(
+        "cut-off-reductions-not-waited-for",
+        "ranks that begin again wait for what they have sent of a reduction",
+        "oomkit/_ranks/reducer.py",
+        '        if backend.name() == "gloo":',
+        '        if backend.name() == "none":',
+        ("ranks/test_steps.py::test_all_wait_for_what_was_sent_of_a_reduction_that_was_cut_off",),
+    ),
+    Mutant(
         "hook-runs-again-from-its-begin",
         "a hook that runs once more leaves out the collectives that its rank has made",
         "oomkit/_ranks/reducer.py",
