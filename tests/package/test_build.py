@@ -149,6 +149,64 @@ def test_flags_of_the_environment_leave_the_build_optimised(
     assert len(seen) == 2
 
 
+TRAINED_SOURCE = """
+#include <Python.h>
+
+static PyObject *
+half(PyObject *self, PyObject *number)
+{
+    (void)self;
+    return PyNumber_Check(number) ? PyNumber_Rshift(number, PyLong_FromLong(1)) : NULL;
+}
+
+static PyMethodDef methods[] = {{"half", half, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+static PyModuleDef module = {.m_name = "_C", .m_methods = methods};
+PyMODINIT_FUNC PyInit__C(void);
+PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build_ext:
+    """A build of an extension of a few lines, for a healthy call that asks for half of 12."""
+    (tmp_path / "oomkit").mkdir()
+    (tmp_path / "oomkit" / "__init__.py").touch()
+    (tmp_path / "module.c").write_text(TRAINED_SOURCE)
+    (tmp_path / "module").mkdir()
+    training = "import oomkit._C as c; assert c.half(12) == 6"
+    (tmp_path / "module" / "healthy.py").write_text(training)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OOMKIT_TRAINED", "1")
+    monkeypatch.setenv("OOMKIT_NO_BRIDGE", "1")
+    make = runpy.run_path(str(SETUP), run_name="setup")["BuildExt"]
+    monkeypatch.setitem(make.train.__globals__, "TRAINING", "module/healthy.py")
+    modules = [Extension("oomkit._C", ["module.c"])]
+    command = make(Distribution({"name": "oomkit", "ext_modules": modules}))
+    command.build_lib, command.build_temp = str(tmp_path / "lib"), "temp"
+    command.ensure_finalized()
+    return command
+
+
+def test_a_trained_build_is_run_and_then_optimised_for_what_ran(small: build_ext) -> None:
+    small.run()
+
+    assert list(Path("temp").rglob("*.gcda"))
+    (made,) = Path("lib").rglob("*.so")
+    (first,) = Path("temp", "training").rglob("*.so")
+    assert b"gcov" in first.read_bytes() and b"gcov" not in made.read_bytes()
+    code = "import sys; sys.path.insert(0, 'lib/oomkit'); import _C; assert _C.half(12) == 6"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_trained_build_needs_a_compiler_that_can_be_trained(
+    small: build_ext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(SystemExit, match="OOMKIT_TRAINED=1 expected gcc 10 or newer.*false"):
+        small.run()
+    assert not list(tmp_path.rglob("*.so"))
+
+
 def test_the_page_for_an_index_has_no_target_that_is_not_there() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     target = re.compile(r"\]\((?!https:|#)")
