@@ -273,12 +273,18 @@ def limit_memory(budget: int | str | None, *, device: DeviceLike = None) -> Memo
     if device is None and target.type == "cpu" and size is not None:
         _say_cpu()
     if target.type == "cpu" and size is not None:
-        try:
-            _warn_outside()
-        except BaseException:  # warnings are errors here: no limit without an answer
-            limit.__exit__(None, None, None)
-            raise
+        _warn_or_undo(limit)
     return limit
+
+
+# A function of its own: a handler far behind the beginning of one makes CPython hang where not
+# even a number can be made (tests/nomemory).
+def _warn_or_undo(limit: MemoryLimit) -> None:
+    try:
+        _warn_outside()
+    except BaseException:  # warnings are errors here: no limit without an answer
+        limit.__exit__(None, None, None)
+        raise
 
 
 @functools.cache

@@ -190,6 +190,36 @@ def _terms(root: torch.Tensor, by: Any) -> list[tuple[Path, list[Any]]]:
     return []
 
 
+def _terms_given(root: torch.Tensor, given: torch.Tensor | None) -> list[tuple[Path, list[Any]]]:
+    if given is None or not root.ndim:
+        return _terms(root, 1.0 if given is None else _number(given))
+    # The largest weight tells what all are divided by.
+    largest = _number(torch.linalg.vector_norm(given.detach(), math.inf))
+    return [((_LARGEST,), [largest, largest, math.nan])]
+
+
+# Not in the loop: a handler far behind the beginning of a function makes CPython hang where not
+# even a number can be made (tests/nomemory).
+def _terms_of(root: torch.Tensor, given: torch.Tensor | None) -> list[tuple[Path, list[Any]]]:
+    found: list[tuple[Path, list[Any]]] = []
+    before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        # A checkpoint would run again, only to give a number that it has saved. As torch's
+        # disable_saved_tensors_hooks(), which takes as long as all else here.
+        _AUTOGRAD._saved_tensors_hooks_disable("oomkit reads a number")
+        found = _terms_given(root, given)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # so that; or freed, or written to, which the backward says itself
+        pass
+    finally:
+        if before is None:
+            _AUTOGRAD._saved_tensors_hooks_enable()
+        else:
+            _AUTOGRAD._saved_tensors_hooks_disable(before)
+    return found
+
+
 def note_terms(part: Part, roots: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
     """An outermost backward of a micro-batch begins.
 
@@ -205,26 +235,7 @@ def note_terms(part: Part, roots: Any, gradients: tuple[torch.Tensor | None, ...
         if root.is_complex():  # what it is multiplied by is compared as a real number
             continue
         given = gradients[at] if at < len(gradients) else None
-        found = []
-        before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
-        try:
-            # A checkpoint would run again, only to give a number that it has saved. As torch's
-            # disable_saved_tensors_hooks(), which takes as long as all else here.
-            _AUTOGRAD._saved_tensors_hooks_disable("oomkit reads a number")
-            if given is None or not root.ndim:
-                found = _terms(root, 1.0 if given is None else _number(given))
-            else:  # the largest weight tells what all are divided by
-                largest = _number(torch.linalg.vector_norm(given.detach(), math.inf))
-                found = [((_LARGEST,), [largest, largest, math.nan])]
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # so that; or freed, or written to, which the backward says itself
-            pass
-        finally:
-            if before is None:
-                _AUTOGRAD._saved_tensors_hooks_enable()
-            else:
-                _AUTOGRAD._saved_tensors_hooks_disable(before)
+        found = _terms_of(root, given)
         for path, term in found:
             part[number, at, *path] = term
         if not found:
