@@ -75,7 +75,7 @@ demo-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.inst
 	    .venv-trainers-lightning/bin/python -W ignore examples/lightning_autobatch.py $$mode; done
 
 prove: export PYTHONPATH := tests
-prove: $(VENV)/.test $(BUILT) ## Fail allocations of every model in turn, and more (some hours; PROVE_ARGS=--rest goes on where it was cut off)
+prove: $(VENV)/.test $(BUILT) ## Fail allocations of every model in turn, and more (some hours; PROVE_ARGS=--rest runs what has not run on this commit)
 	$(PY) -m prove $(PROVE_ARGS)
 
 mutants: export PYTHONPATH := tests

@@ -1,12 +1,12 @@
 """`make prove`: all suites in full, two processes at a time; writes the table.
 
-    python -m prove [--jobs 2] [--suite NAME ...] [--unit NAME ...] [--again | --rest]
+    python -m prove [--jobs 2] [--suite NAME ...] [--unit NAME ...] [--rest]
 
-With --suite or --unit only those, and the table is not written; but with --again they take
-the place of what the last whole run had of them, and the table says which were run again.
-A whole run takes hours: each unit's result is kept as soon as it is there. After one that was
-cut off, --rest runs what it had left and what has failed, of the same commit, or with --suite a
-part of that. The table is written when nothing is left.
+A whole run takes hours. So each unit's result is kept as soon as it is there, with the commit
+that it ran on (benchmarks/results/prove.json, and the table beside it). --rest runs what has not
+run on this commit or has failed there, what ran longest ago first: it goes on where a run was cut
+off, and with each new commit through all of it. With --suite or --unit only those, which are kept
+together with --rest alone.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from .suite import Result, Suite
+from .suite import TESTS, Result, Suite
 from .suites import SUITES
-from .table import TABLE, Results, summary, table
+from .table import KEPT, TABLE, Results, read, save, summary, table
 
 # Seconds; none of the units takes half of it on a machine that does nothing else.
 TIMEOUT = 1800
-
-LAST = TABLE.parents[2] / "build" / "prove.json"  # what the last whole run found
-PART = LAST.with_name("prove-part.json")  # and what one found that has not ended
+SEED = "20240607"
 
 # Before a process loads OpenMP: waiting threads that spin make a busy machine crawl.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -89,44 +86,19 @@ def run_apart(command: list[str], output: Path, timeout: float = TIMEOUT) -> Res
     return Result(**json.loads(output.read_text()))
 
 
-def save(path: Path, results: Results, **more: object) -> None:
-    rows = [(suite, unit, found.as_dict()) for (suite, unit), found in results.items()]
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"results": rows, **more}))
-
-
-def read(path: Path) -> tuple[Results, dict[str, Any]]:
-    saved = json.loads(path.read_text())
-    return {(suite, unit): Result(**found) for suite, unit, found in saved["results"]}, saved
-
-
 def commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, cwd=LAST.parents[1], capture_output=True, text=True).stdout
+    """The commit that runs, with a + where the files are not those of it."""
+
+    def git(*command: str) -> str:
+        return subprocess.check_output(["git", *command], cwd=TESTS.parent, text=True).strip()
+
+    changed = git("status", "--porcelain", "csrc", "oomkit", "tests")
+    return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
 
 
-def begun(seed: str) -> tuple[Results, float]:
-    """What a run that was cut off has found of this commit, but for failures, and how long it
-    took."""
-    if not PART.exists():
-        return {}, 0.0
-    results, saved = read(PART)
-    if (saved["commit"], saved["seed"]) != (commit(), seed):
-        raise SystemExit("--rest: what was cut off ran on another commit or with another seed")
-    return {key: found for key, found in results.items() if not found.failures}, saved["seconds"]
-
-
-def write(results: Results, seconds: float, seed: str, again: bool) -> None:
-    """The table, of this run or with this run's units in place of the last one's."""
-    repeated: list[str] = []
-    if again:
-        whole, last = read(LAST)
-        repeated = sorted({*last["repeated"], *(f"{suite}: {unit}" for suite, unit in results)})
-        seconds = last["seconds"]
-        results = whole | results
-    save(LAST, results, seconds=seconds, repeated=repeated)
-    TABLE.write_text(table(results, seconds, seed, repeated))
-    print(f"wrote {TABLE}")
+def runs_no_more(found: Result | None, now: str) -> bool:
+    """Did it run on this commit, without a failure?"""
+    return found is not None and not found.failures and found.commit == now and now[-1] != "+"
 
 
 def main() -> int:
@@ -134,7 +106,6 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--suite", action="append", default=[])
     parser.add_argument("--unit", action="append", default=[])
-    parser.add_argument("--again", action="store_true")
     parser.add_argument("--rest", action="store_true")
     parser.add_argument("--here", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -145,51 +116,52 @@ def main() -> int:
         return 0
     if unknown := set(arguments.suite) - set(by_name):
         parser.error(f"no such suite: {', '.join(sorted(unknown))}; there are {list(by_name)}")
-    seed = os.environ.get("OOMKIT_TEST_SEED", "20240607")
-    results, before = begun(seed) if arguments.rest else ({}, 0.0)
-    every = [(suite, unit) for suite in SUITES for unit in suite.units()]
+    seed = os.environ.get("OOMKIT_TEST_SEED", SEED)
+    now = commit()
+    every = {(suite.name, unit): suite for suite in SUITES for unit in suite.units()}
+    kept = {key: found for key, found in read(KEPT).items() if key in every}
+    if whole := arguments.rest or not (arguments.suite or arguments.unit):
+        if seed != SEED:
+            parser.error("OOMKIT_TEST_SEED is for --suite or --unit: others are kept")
     work = [
-        (suite, unit)
-        for suite, unit in every
-        if not arguments.suite or suite.name in arguments.suite
+        (name, unit)
+        for name, unit in every
+        if not arguments.suite or name in arguments.suite
         if not arguments.unit or unit in arguments.unit
-        if (suite.name, unit) not in results
+        if not (arguments.rest and runs_no_more(kept.get((name, unit)), now))
     ]
-    whole = arguments.rest or not (arguments.suite or arguments.unit)
+    if arguments.rest:  # sorted() leaves what never ran as it is
+        work = sorted(work, key=lambda key: kept[key].ran if key in kept else "")
     saving = threading.Lock()
     print(f"seed {seed} (OOMKIT_TEST_SEED), {len(work)} units, {arguments.jobs} processes")
-    begin = time.perf_counter() - before
+    results: Results = {}
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
 
-        def prove(suite: Suite, unit: str) -> None:
-            output = Path(folder) / f"{suite.name} {unit}.json".replace("/", "-")
-            command = [sys.executable, "-m", "prove", "--here", suite.name, unit, str(output)]
+        def prove(name: str, unit: str) -> None:
+            output = Path(folder) / f"{name} {unit}.json".replace("/", "-")
+            command = [sys.executable, "-m", "prove", "--here", name, unit, str(output)]
             result = run_apart(command, output)
+            result.commit, result.ran = now, time.strftime("%Y-%m-%d %H:%M", time.gmtime())
             with saving:
-                results[suite.name, unit] = result
+                results[name, unit] = kept[name, unit] = result
                 if whole:
-                    now = time.perf_counter() - begin
-                    save(PART, results, seconds=now, seed=seed, commit=commit())
+                    in_order = {key: kept[key] for key in every if key in kept}
+                    save(KEPT, in_order)
+                    TABLE.write_text(table(in_order, seed, len(every)))
             verdict = f"{len(result.failures)} FAILED" if result.failures else "ok"
             line = f"{result.cases} cases, {verdict}, {result.seconds:.0f} s; {result.told}"
-            print(f"{suite.name}: {unit}: {line}", flush=True)
+            print(f"{name}: {unit}: {line}", flush=True)
             for more in result.lines:
                 print(f"    {more}", flush=True)
             for failure in result.failures[:5]:
                 print(f"    {failure}", flush=True)
 
-        for future in [pool.submit(prove, suite, unit) for suite, unit in work]:
+        for future in [pool.submit(prove, *key) for key in work]:
             future.result()
-    seconds = time.perf_counter() - begin
-    print(f"\n{summary(results, seconds)}")
+    print(f"\n{summary(results)}\nfrom beginning to end: {time.perf_counter() - begin:.0f} s")
     failed = any(result.failures for result in results.values())
-    in_order = {
-        (s.name, unit): results[s.name, unit] for s, unit in every if (s.name, unit) in results
-    }
-    if arguments.again or (whole and len(in_order) == len(every)):
-        write(in_order, seconds, seed, arguments.again)
-        PART.unlink(missing_ok=True)
-    return 1 if failed or not results else 0
+    return 1 if failed or not (results or arguments.rest) else 0
 
 
 if __name__ == "__main__":

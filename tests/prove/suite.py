@@ -25,6 +25,9 @@ class Result:
     seconds: float = 0.0
     lines: list[str] = field(default_factory=list)
     """Below that line, one each."""
+    commit: str = ""
+    """On which it ran, and when."""
+    ran: str = ""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ import pytest
 from . import __main__ as main
 from .__main__ import end, run_apart
 from .pairwise import pairs_of, pairwise
-from .suite import TESTS, Result, read_pytest, run_faults, run_pytest, sampling
+from .suite import TESTS, Result, Suite, read_pytest, run_faults, run_pytest, sampling
 from .suites import ELSEWHERE, RUNGS, SUITES
-from .table import summary, table
+from .table import read, save, summary, table
 
 DIMENSIONS = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": (1, 2, 3, 4)}
 
@@ -98,48 +99,85 @@ def test_steps_in_which_an_allocation_failed_are_counted(tmp_path: Path) -> None
 
 def test_the_table_has_a_line_for_each_suite_and_each_unit() -> None:
     results = {
-        ("models", "b"): Result(3, ["wrong"], "2 recovered", 1.0),
-        ("models", "a"): Result(4, [], "", 1.0),
-        ("tests", "x.py"): Result(5, [], "", 1.0),
+        ("models", "b"): Result(3, ["wrong"], "2 recovered", 1.0, commit="1"),
+        ("models", "a"): Result(4, [], "", 1.0, commit="2"),
+        ("tests", "x.py"): Result(5, [], "", 1.0, commit="3"),
     }
-    assert [line.split()[:3] for line in summary(results, 9.0).splitlines()[1:3]] == [
-        ["models", "7", "1"],
-        ["tests", "5", "0"],
+    assert [line.split() for line in summary(results).splitlines()[1:3]] == [
+        ["models", "7", "1", "2", "s", "1", "(1),", "2", "(1)"],
+        ["tests", "5", "0", "1", "s", "3"],
     ]
-    text = table(results, 9.0, "1", [])
+    text = table(results, "1", 4)
     assert "all suites" in text and "12" in text and "  b " in text and "2 recovered" in text
+    assert "1 of 4 units have not run" in text and "not run" not in table(results, "1", 3)
 
 
-def test_units_that_run_again_take_the_place_of_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def two_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A run of two suites of a unit each; the second fails while it is in the list."""
+    failing: list[str] = []
+
+    def run(command: list[str], output: Path) -> Result:
+        unit = command[-2]
+        return Result(3, ["wrong"] if unit in failing else [], told=unit)
+
+    suites = [Suite(name, lambda name=name: [f"{name}1"], run_pytest) for name in "ab"]
+    for name, value in {
+        "SUITES": suites,
+        "KEPT": tmp_path / "prove.json",
+        "TABLE": tmp_path / "prove.txt",
+        "run_apart": run,
+        "commit": lambda: "first",
+    }.items():
+        monkeypatch.setattr(main, name, value)
+    yield failing
+
+
+def prove(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["prove", "--jobs", "1", *arguments])
+    return main.main()
+
+
+def test_what_was_cut_off_goes_on(
+    two_units: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(main, "LAST", tmp_path / "prove.json")
-    monkeypatch.setattr(main, "TABLE", tmp_path / "prove.txt")
-    first = {("models", "a"): Result(4, ["wrong"]), ("models", "b"): Result(3)}
-    main.write(first, 9.0, "1", again=False)
-    assert "again" not in main.TABLE.read_text()
-    main.write({("models", "a"): Result(5)}, 2.0, "1", again=True)
-    text = main.TABLE.read_text()
-    assert "run again by themselves after a mend: models: a\n" in text
-    assert "from beginning to end: 9 s" in text
-    assert next(line for line in text.splitlines() if line[:6] == "models").split()[1:3] == [
-        "8",
-        "0",
-    ]
+    assert prove(monkeypatch, "--suite", "a") == 0 and not main.KEPT.exists()
+    assert prove(monkeypatch, "--rest", "--suite", "a") == 0
+    assert "1 of 2 units have not run yet" in main.TABLE.read_text()
+    two_units.append("b1")
+    capsys.readouterr()
+    assert prove(monkeypatch, "--rest") == 1
+    assert "a: a1" not in capsys.readouterr().out  # it has run
+    assert read(main.KEPT)["b", "b1"].failures == ["wrong"]
+    two_units.clear()
+    assert prove(monkeypatch, "--rest") == 0
+    assert "b: b1: 3 cases, ok" in capsys.readouterr().out
+    assert prove(monkeypatch, "--rest") == 0 and "0 units" in capsys.readouterr().out
+    assert "not run yet" not in main.TABLE.read_text()
 
 
-def test_what_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "PART", tmp_path / "part.json")
-    assert main.begun("1") == ({}, 0.0)
-    found = {("models", "a"): Result(4, [], "told", 1.0, ["more"])}
-    failed = {("models", "b"): Result(4, ["wrong"])}
-    main.save(main.PART, found | failed, seconds=9.0, seed="1", commit=main.commit())
-    assert main.begun("1") == (found, 9.0)
-    with pytest.raises(SystemExit, match="another seed"):
-        main.begun("2")
-    monkeypatch.setattr(main, "commit", lambda: "another one")
-    with pytest.raises(SystemExit, match="another commit"):
-        main.begun("1")
+def test_on_another_commit_what_ran_longest_ago_runs_first(
+    two_units: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prove(monkeypatch)
+    kept = read(main.KEPT)
+    kept["a", "a1"].ran, kept["b", "b1"].ran = "2026-02-02 00:00", "2026-01-01 00:00"
+    save(main.KEPT, kept)
+    monkeypatch.setattr(main, "commit", lambda: "second")
+    capsys.readouterr()
+    assert prove(monkeypatch, "--rest") == 0
+    out = capsys.readouterr().out
+    assert 0 < out.index("b: b1") < out.index("a: a1")
+    assert {found.commit for found in read(main.KEPT).values()} == {"second"}
+
+
+def test_numbers_of_another_seed_are_not_kept(
+    two_units: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OOMKIT_TEST_SEED", "1")
+    with pytest.raises(SystemExit):
+        prove(monkeypatch, "--rest")
+    assert prove(monkeypatch, "--suite", "a") == 0 and not main.KEPT.exists()
 
 
 def test_units_have_names_of_their_own() -> None:
