@@ -135,18 +135,25 @@ compare_one(const c10::TensorImpl *impl, const oomkit_grad_mark *mark, uint32_t 
     return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
 }
 
-// Its bytes can be copied as they lie: on the CPU, strided, contiguous, of that size,
-// its own (a DTensor has them in another tensor), and read as they are (not conjugated
-// or negated on the way).
+// Its bytes can be read as they lie: on the CPU, strided, without gaps, its own (a
+// DTensor has them in another tensor), and as they are (not conjugated or negated on the
+// way). In any order: channels_last has one of its own.
 bool
-is_plain_bytes(const c10::TensorImpl *impl, uint64_t size)
+is_bytes_in_a_row(const c10::TensorImpl *impl)
 {
     return impl != nullptr && impl != c10::UndefinedTensorImpl::singleton() &&
            !is_opaque(impl) && impl->device().is_cpu() &&
            !impl->key_set().has_any(c10::DispatchKeySet(
                {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative})) &&
            impl->layout() == c10::kStrided && impl->has_storage() &&
-           impl->storage().data() != nullptr && impl->is_contiguous() && size > 0 &&
+           impl->storage().data() != nullptr && impl->is_non_overlapping_and_dense();
+}
+
+// They can be copied as well: contiguous, and of that size.
+bool
+is_plain_bytes(const c10::TensorImpl *impl, uint64_t size)
+{
+    return is_bytes_in_a_row(impl) && impl->is_contiguous() && size > 0 &&
            static_cast<uint64_t>(impl->numel()) * impl->itemsize() == size;
 }
 
@@ -191,9 +198,7 @@ sample(const void *holder, ptrdiff_t offset) noexcept
 {
     try {
         const c10::TensorImpl *impl = impl_of(holder, offset);
-        if (impl == nullptr || is_opaque(impl) || impl->numel() == 0 ||
-            !is_plain_bytes(impl,
-                            static_cast<uint64_t>(impl->numel()) * impl->itemsize())) {
+        if (!is_bytes_in_a_row(impl) || impl->numel() == 0) {
             return 0;
         }
         const auto *bytes = static_cast<const unsigned char *>(impl->data());

@@ -397,13 +397,17 @@ def _clipped_to_one_number(params: list[nn.Parameter], by: float) -> None:
     nn.utils.clip_grad_norm_(params, 10.0 if by == 1.0 else 0.05)
 
 
-def _changing(change: Callable[[list[nn.Parameter], float], None], always: bool = True) -> Program:
+def _changing(
+    change: Callable[[list[nn.Parameter], float], None], always: bool = True, gaps: bool = False
+) -> Program:
     """A program that changes its gradients, by a number that it reads from its loss."""
     program = Program(_plain)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         program.runs.append(len(x))
         program.optimizer.zero_grad()
+        for param in program.model.parameters() if gaps else ():
+            param.grad = param.new_zeros(*param.shape, 2)[..., 0]
         loss = _plain(program.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         params = [p for p in program.model.parameters() if p.grad is not None]
@@ -424,14 +428,23 @@ def test_gradients_that_the_step_begins_to_change_by_its_loss_are_refused_before
     _is_refused(_changing(change), _changing(change), steps)
 
 
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # torch's, of such gradients
 @pytest.mark.parametrize("change", [_multiplied, _replaced])
 def test_so_they_are_where_their_values_are_not_read(
     change: Callable[[list[nn.Parameter], float], None],
 ) -> None:
-    """Gradients of parameters that do not lie in a row, as on a device."""
+    """Gradients with gaps between their values; on a device no values are read, either."""
+    _is_refused(*(_changing(change, always=False, gaps=True) for _ in range(2)), 2)
+
+
+@pytest.mark.parametrize("change", [_multiplied, _replaced, _clipped])
+def test_so_they_are_where_they_lie_in_another_order(
+    change: Callable[[list[nn.Parameter], float], None],
+) -> None:
+    """As with channels_last."""
 
     def transposed() -> Program:
-        program = _changing(change, always=False)
+        program = _changing(change)
         for part in program.model:
             if isinstance(part, nn.Linear):
                 part.weight.data = part.weight.data.t().contiguous().t()
