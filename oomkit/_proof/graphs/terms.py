@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 __all__ = ["Part", "Terms", "learn_terms", "note_terms"]
 
-_AUTOGRAD: Any = torch._C._autograd
+# The parts of torch's disable_saved_tensors_hooks(), which takes as long as all else here.
+_disabled: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+_disable: Any = torch._C._autograd._saved_tensors_hooks_disable
+_enable: Any = torch._C._autograd._saved_tensors_hooks_enable
 _MOST = 64  # terms of one loss: what has more is summed up over samples
 _STEPS = 256  # functions of it
 _KNOWN = 2048  # that is kept for a site
@@ -48,6 +52,7 @@ _UNREAD, _LARGEST = -1, -2
 # By term: what it is multiplied by, the same without the number of elements of a mean, and what
 # it was divided by last; nan where by nothing.
 Part = dict[Path, list[Any]]
+_Root = tuple[int, torch.Tensor, torch.Tensor | None]  # its number, and its gradient
 _Made = tuple[int, float, Part]  # rows and weight of a micro-batch, and its terms
 
 
@@ -198,26 +203,13 @@ def _terms_given(root: torch.Tensor, given: torch.Tensor | None) -> list[tuple[P
     return [((_LARGEST,), [largest, largest, math.nan])]
 
 
-# Not in the loop: a handler far behind the beginning of a function makes CPython hang where not
-# even a number can be made (tests/nomemory).
-def _terms_of(root: torch.Tensor, given: torch.Tensor | None) -> list[tuple[Path, list[Any]]]:
-    found: list[tuple[Path, list[Any]]] = []
-    before = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message()
-    try:
-        # A checkpoint would run again, only to give a number that it has saved. As torch's
-        # disable_saved_tensors_hooks(), which takes as long as all else here.
-        _AUTOGRAD._saved_tensors_hooks_disable("oomkit reads a number")
-        found = _terms_given(root, given)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # so that; or freed, or written to, which the backward says itself
-        pass
-    finally:
-        if before is None:
-            _AUTOGRAD._saved_tensors_hooks_enable()
-        else:
-            _AUTOGRAD._saved_tensors_hooks_disable(before)
-    return found
+def _rooted(roots: Any, gradients: tuple[torch.Tensor | None, ...]) -> Iterator[_Root]:
+    for at, root in enumerate(roots if isinstance(roots, (tuple, list)) else (roots,)):
+        if not isinstance(root, torch.Tensor) or root.grad_fn is None:
+            continue
+        if root.is_complex():  # what it is multiplied by is compared as a real number
+            continue
+        yield at, root, gradients[at] if at < len(gradients) else None
 
 
 def note_terms(part: Part, roots: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -228,18 +220,27 @@ def note_terms(part: Part, roots: Any, gradients: tuple[torch.Tensor | None, ...
         roots: what the backward begins with.
         gradients: what the program gives each; None where it gives none.
     """
+    # A short function: where not even a number can be made, a handler that is far behind the
+    # beginning of one makes CPython hang (tests/nomemory). With a loop: Dynamo then skips it.
     number = len({path[0] for path in part}) if part else 0
-    for at, root in enumerate(roots if isinstance(roots, (tuple, list)) else (roots,)):
-        if not isinstance(root, torch.Tensor) or root.grad_fn is None:
-            continue
-        if root.is_complex():  # what it is multiplied by is compared as a real number
-            continue
-        given = gradients[at] if at < len(gradients) else None
-        found = _terms_of(root, given)
-        for path, term in found:
+    for at, root, given in _rooted(roots, gradients):
+        found: list[tuple[Path, list[Any]]] = []
+        before = _disabled()
+        try:
+            # A checkpoint would run again, only to give a number that it has saved.
+            _disable("oomkit reads a number")
+            found = _terms_given(root, given)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # so that; or freed, or written to, which the backward says itself
+            pass
+        finally:
+            if before is None:
+                _enable()
+            else:
+                _disable(before)
+        for path, term in found or [((_UNREAD,), [0.0, 0.0, math.nan])]:
             part[number, at, *path] = term
-        if not found:
-            part[number, at, _UNREAD] = [0.0, 0.0, math.nan]
 
 
 def _read(parts: list[Part]) -> None:
