@@ -294,10 +294,11 @@ proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
 #define CHANGED 0xd1b54a32d192ed03u
 #define WRITTEN 0x8cb92ba72f3d8dd7u
 
-/* One gradient among those before it. Values on a device would have to be waited for.
- * 0 or -1. */
+/* One gradient among those before it; `others` takes those whose values do not lie here
+ * in a row. 0 or -1. */
 static int
-gradient_sample(oomkit_state *st, PyObject *gradient, oomkit_sample *sample)
+gradient_sample(oomkit_state *st, PyObject *gradient, oomkit_sample *sample,
+                PyObject *others)
 {
     const uint64_t values =
         gradient == Py_None ? 1 : oomkit_tensor_sample(st, gradient);
@@ -312,23 +313,46 @@ gradient_sample(oomkit_state *st, PyObject *gradient, oomkit_sample *sample)
     }
     sample->writes = oomkit_hash_mix(sample->writes, (uintptr_t)gradient);
     sample->writes = oomkit_hash_mix(sample->writes, version) | 1;
-    return 0;
+    return PyList_Append(others, gradient);
+}
+
+/* Those on a device, and others of which only torch knows the values: by their norms,
+ * for which a device is waited for, once. 0 or -1. */
+static int
+gradients_norms(oomkit_call *call, PyObject *others, oomkit_sample *sample)
+{
+    OWNED PyObject *told = NULL;
+
+    if (PyList_GET_SIZE(others) == 0) {
+        return 0;
+    }
+    EXEMPT (call->st) {
+        told = PyObject_CallMethod(call->st->proof, "norms", "O", others);
+    }
+    if (told == NULL) {
+        return -1;
+    }
+    sample->values =
+        oomkit_hash_mix(sample->values, PyLong_AsUnsignedLongLongMask(told)) | 1;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* 0 or -1. */
 static int
 gradients_sample(oomkit_call *call, oomkit_sample *sample)
 {
+    OWNED PyObject *others = PyList_New(0);
     Py_ssize_t i;
 
     *sample = (oomkit_sample){1, 1};
-    for (i = 0; i < call->parts->param_count; i++) {
+    for (i = 0; others != NULL && i < call->parts->param_count; i++) {
         OWNED PyObject *gradient = grads_get(call, i);
-        if (gradient == NULL || gradient_sample(call->st, gradient, sample) < 0) {
+        if (gradient == NULL ||
+            gradient_sample(call->st, gradient, sample, others) < 0) {
             return -1;
         }
     }
-    return 0;
+    return others == NULL ? -1 : gradients_norms(call, others, sample);
 }
 
 /* A backward of the last micro-batch has left the gradients of all. 0 or -1. */

@@ -136,8 +136,8 @@ compare_one(const c10::TensorImpl *impl, const oomkit_grad_mark *mark, uint32_t 
 }
 
 // Its bytes can be read as they lie: on the CPU, strided, without gaps, its own (a
-// DTensor has them in another tensor), and as they are (not conjugated or negated on the
-// way). In any order: channels_last has one of its own.
+// DTensor has them in another tensor), and as they are (not conjugated or negated on
+// the way). In any order: channels_last has one of its own.
 bool
 is_bytes_in_a_row(const c10::TensorImpl *impl)
 {

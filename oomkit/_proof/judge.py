@@ -138,7 +138,7 @@ class Proof:
     # What the engine asks of graphs, in a proof and later.
     flows, dealt, terms = Flows, Dealt, Terms
     hooks = staticmethod(hooks)
-    lengths = staticmethod(lengths)
+    lengths, norms = staticmethod(lengths), staticmethod(values.norms)
 
     # --- what the engine calls around the runs ---
 

@@ -26,6 +26,7 @@ __all__ = [
     "loss_of",
     "mark",
     "norm",
+    "norms",
     "number",
     "own",
     "pieces",
@@ -73,6 +74,34 @@ def norm(value: torch.Tensor) -> float:
     if not value.numel():
         return 0.0
     return float(torch.linalg.vector_norm(dense(value.detach()), dtype=torch.float64))
+
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def norms(gradients: Sequence[torch.Tensor]) -> int:
+    """What tells that one of them was changed, and waits for their devices: a few operations for
+    all that are alike.
+
+    Returns:
+        A number that stands for their norms; 0 where torch has none for them.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    try:
+        for gradient in map(own, gradients):
+            plain = gradient.detach()
+            if plain.layout != torch.strided:
+                plain = plain._values() if plain.layout == torch.sparse_coo else plain.values()
+            alike.setdefault((plain.device, plain.dtype), []).append(plain)
+        told = [
+            torch.stack(torch._foreach_norm(some, 2, dtype=_WIDER.get(dtype))).tolist()
+            for (_, dtype), some in alike.items()
+        ]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # quantized, nested
+        return 0
+    return hash(repr(told)) or 1
 
 
 def precision(value: float) -> torch.dtype:

@@ -304,3 +304,30 @@ def test_figures_of_a_healthy_step() -> None:
         if not DRY:
             assert record.peak_reserved >= record.peak_allocated
     settle()
+
+
+def test_gradients_that_a_step_begins_to_change_by_its_loss_are_refused() -> None:
+    """In each call before they were multiplied by 1: only their values tell."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(ROWS, 8, device=DEVICE), torch.arange(ROWS, device=DEVICE) % 4
+    late = False
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:  # set aside until the last micro-batch
+                parameter.grad.mul_(0.5 * loss.item() if late else 1.0)
+        optimizer.step()
+
+    for _ in range(4):
+        step(x, y)
+    before = [p.detach().clone() for p in model.parameters()]
+    late = True
+    with pytest.raises(oomkit.SplitError, match="cannot split"):
+        step(x, y)
+    assert all(map(torch.equal, before, model.parameters()))

@@ -6,6 +6,7 @@ found by losses in calls 2, 4, 8, ...
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
+from oomkit._proof import values
 from oomkit._proof.graphs.terms import Part, Terms, learn_terms, note_terms
 from proof.test_proof_one_row_fits import Normed
 
@@ -429,12 +431,28 @@ def test_gradients_that_the_step_begins_to_change_by_its_loss_are_refused_before
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")  # torch's, of such gradients
-@pytest.mark.parametrize("change", [_multiplied, _replaced])
-def test_so_they_are_where_their_values_are_not_read(
-    change: Callable[[list[nn.Parameter], float], None],
+@pytest.mark.parametrize(
+    ("change", "always"),
+    [(_multiplied, False), (_multiplied, True), (_clipped, True), (_replaced, False)],
+)
+def test_so_they_are_where_only_torch_knows_their_values(
+    change: Callable[[list[nn.Parameter], float], None], always: bool
 ) -> None:
-    """Gradients with gaps between their values; on a device no values are read, either."""
-    _is_refused(*(_changing(change, always=False, gaps=True) for _ in range(2)), 2)
+    """Gradients with gaps between their values; those on a device are asked for in the same way."""
+    _is_refused(*(_changing(change, always, gaps=True) for _ in range(2)), 2)
+
+
+def test_norms_tell_which_gradients_are_the_same() -> None:
+    sparse = torch.eye(3).to_sparse()
+    half = torch.full((3,), 300.0, dtype=torch.float16)  # its square is no number there
+    given = [torch.randn(3, 2), sparse, half, torch.randn(2, dtype=torch.complex64)]
+    for at, gradient in enumerate(given):
+        other = [g if n != at else 0.5 * g for n, g in enumerate(given)]
+        assert values.norms(given) == values.norms(list(given)) != 0
+        assert values.norms(other) != values.norms(given), gradient
+    nan = torch.full((2,), math.nan)
+    assert values.norms([nan]) == values.norms([nan.clone()])
+    assert values.norms([torch.ones(2, dtype=torch.int64)]) == 0  # of these torch knows none
 
 
 @pytest.mark.parametrize("change", [_multiplied, _replaced, _clipped])
