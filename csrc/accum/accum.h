@@ -118,8 +118,8 @@ int
 oomkit_paths_kind(oomkit_call *call, uint64_t kind);
 /* A sample of the gradients that the last backward has left; and that, once. */
 void
-oomkit_paths_leave(oomkit_call *call, oomkit_sample gradients);
-oomkit_sample
+oomkit_paths_leave(oomkit_call *call, uint64_t gradients);
+uint64_t
 oomkit_paths_left(oomkit_call *call);
 /* An edge of it. One of a kind that no proof had is an operation that was not there:
  * the split is proven anew, before an update. So it is where a gradient that is not 0

@@ -100,7 +100,7 @@ void
 oomkit_paths_micro(oomkit_call *call)
 {
     call->cut->paths.graphs = 0;
-    call->cut->paths.left = (oomkit_sample){0, 0};
+    call->cut->paths.left = 0;
 }
 
 void
@@ -184,17 +184,17 @@ oomkit_paths_kind(oomkit_call *call, uint64_t kind)
 }
 
 void
-oomkit_paths_leave(oomkit_call *call, oomkit_sample gradients)
+oomkit_paths_leave(oomkit_call *call, uint64_t gradients)
 {
     call->cut->paths.left = gradients;
 }
 
-oomkit_sample
+uint64_t
 oomkit_paths_left(oomkit_call *call)
 {
-    const oomkit_sample left = call->cut->paths.left;
+    const uint64_t left = call->cut->paths.left;
 
-    call->cut->paths.left = (oomkit_sample){0, 0};
+    call->cut->paths.left = 0;
     return left;
 }
 

@@ -64,13 +64,6 @@ typedef struct oomkit_proven {
     oomkit_hashes heard;     /* and places among those that one has come to later */
 } oomkit_proven;
 
-/* What gradients are: a few of their values; of those whose values are not read, which
- * tensors they are and how often they were written to. Neither is 0 where it is known.
- */
-typedef struct oomkit_sample {
-    uint64_t values, writes;
-} oomkit_sample;
-
 /* What the graphs of a call's micro-batches have that no proof has shown. */
 typedef struct oomkit_paths {
     oomkit_hashes kinds;  /* of edges, in the runs of a proof */
@@ -78,7 +71,7 @@ typedef struct oomkit_paths {
     uint64_t since;       /* a kind: hooks that were registered since the last call */
     uint64_t graphs;      /* of the present micro-batch, so far */
     uint64_t hooks;       /* that were registered before the first micro-batch */
-    oomkit_sample left;   /* by the last backward */
+    uint64_t left;        /* by the last backward: a sample of gradients, or 0 */
     oomkit_slice *proven; /* owned: rows that were proven in this call */
     Py_ssize_t count, room;
     int64_t anchor; /* where rows begin that are to be proven next, and one */

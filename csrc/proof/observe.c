@@ -290,36 +290,13 @@ proof_backward_begins(oomkit_call *call, oomkit_backward *backward)
                                : 0;
 }
 
-/* Gradients, behind the backward: a kind of path, and another one. */
+/* Gradients that are not what the backward has left: a kind of path. */
 #define CHANGED 0xd1b54a32d192ed03u
-#define WRITTEN 0x8cb92ba72f3d8dd7u
 
-/* One gradient among those before it; `others` takes those whose values do not lie here
- * in a row. 0 or -1. */
+/* Those on a device, and others of which only torch knows the values: their norms, for
+ * which a device is waited for, once. 0 or -1. */
 static int
-gradient_sample(oomkit_state *st, PyObject *gradient, oomkit_sample *sample,
-                PyObject *others)
-{
-    const uint64_t values =
-        gradient == Py_None ? 1 : oomkit_tensor_sample(st, gradient);
-    uint32_t version;
-
-    if (values != 0) {
-        sample->values = oomkit_hash_mix(sample->values, values) | 1;
-        return 0;
-    }
-    if (oomkit_tensor_version(st, gradient, &version) < 0) {
-        return -1;
-    }
-    sample->writes = oomkit_hash_mix(sample->writes, (uintptr_t)gradient);
-    sample->writes = oomkit_hash_mix(sample->writes, version) | 1;
-    return PyList_Append(others, gradient);
-}
-
-/* Those on a device, and others of which only torch knows the values: by their norms,
- * for which a device is waited for, once. 0 or -1. */
-static int
-gradients_norms(oomkit_call *call, PyObject *others, oomkit_sample *sample)
+gradients_norms(oomkit_call *call, PyObject *others, uint64_t *sample)
 {
     OWNED PyObject *told = NULL;
 
@@ -332,34 +309,42 @@ gradients_norms(oomkit_call *call, PyObject *others, oomkit_sample *sample)
     if (told == NULL) {
         return -1;
     }
-    sample->values =
-        oomkit_hash_mix(sample->values, PyLong_AsUnsignedLongLongMask(told)) | 1;
+    *sample = oomkit_hash_mix(*sample, PyLong_AsUnsignedLongLongMask(told));
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* 0 or -1. */
+/* A few values of each. 0 or -1. */
 static int
-gradients_sample(oomkit_call *call, oomkit_sample *sample)
+gradients_sample(oomkit_call *call, uint64_t *sample)
 {
     OWNED PyObject *others = PyList_New(0);
     Py_ssize_t i;
 
-    *sample = (oomkit_sample){1, 1};
+    *sample = 1;
     for (i = 0; others != NULL && i < call->parts->param_count; i++) {
         OWNED PyObject *gradient = grads_get(call, i);
-        if (gradient == NULL ||
-            gradient_sample(call->st, gradient, sample, others) < 0) {
+        uint64_t values;
+        if (gradient == NULL) {
+            return -1;
+        }
+        values = gradient == Py_None ? 1 : oomkit_tensor_sample(call->st, gradient);
+        *sample = oomkit_hash_mix(*sample, values);
+        if (values == 0 && PyList_Append(others, gradient) < 0) {
             return -1;
         }
     }
-    return others == NULL ? -1 : gradients_norms(call, others, sample);
+    if (others == NULL || gradients_norms(call, others, sample) < 0) {
+        return -1;
+    }
+    *sample |= 1;
+    return 0;
 }
 
 /* A backward of the last micro-batch has left the gradients of all. 0 or -1. */
 static int
 gradients_are_left(oomkit_call *call)
 {
-    oomkit_sample sample;
+    uint64_t sample;
 
     if (!call->is_last || !oomkit_has_bridge(call->st) || !oomkit_paths_watched(call)) {
         return 0;
@@ -376,17 +361,16 @@ gradients_are_left(oomkit_call *call)
 static int
 gradients_are_used(oomkit_call *call)
 {
-    const oomkit_sample left = oomkit_paths_left(call);
-    oomkit_sample now;
+    const uint64_t left = oomkit_paths_left(call);
+    uint64_t now;
 
-    if (left.values == 0) {
+    if (left == 0) {
         return 0;
     }
-    if (gradients_sample(call, &now) < 0 ||
-        (now.values != left.values && oomkit_paths_kind(call, CHANGED) < 0)) {
+    if (gradients_sample(call, &now) < 0) {
         return -1;
     }
-    return now.writes == left.writes ? 0 : oomkit_paths_kind(call, WRITTEN);
+    return now == left ? 0 : oomkit_paths_kind(call, CHANGED);
 }
 
 static int
