@@ -34,9 +34,9 @@ PROVE = {
     "import oomkit": 61, "inside, call, backward": 301, "errors": 1, "classifying": 1,
     "figures": 1, "decorating": 3, "reporting": 5, "guarding": 7, "a healthy call": 7,
     "sizes in a checkpoint": 5, "trials": 7, "searching": 7, "reserving": 7,
-    "remembered sizes": 47, "": 23,
+    "remembered sizes": 47, "loops": 23, "": 113,
 }  # fmt: skip
-"""Strides of `make prove`, for some 12 minutes of processor time: "" is of all others."""
+"""Strides of `make prove`: "" is of all others, recoveries of some 85,000 allocations each."""
 
 MOST = 2**22
 """Allocations of a call; more are none of ours."""
