@@ -46,15 +46,17 @@ def batches() -> Iterator[object]:
 def models() -> Iterator[nn.Module]:
     yield nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
     yield nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 1))
-    yield nn.Sequential(*(nn.Linear(32, 32, bias=n % 2 == 0) for n in range(40)))
+    yield nn.Sequential(*(nn.Linear(32, 32, bias=n % 2 == 0) for n in range(150)))
 
 
-def training(model: nn.Module, fused: bool, autocast: bool) -> Callable[[object], torch.Tensor]:
+def training(
+    model: nn.Module, kind: str, autocast: bool = False
+) -> Callable[[object], torch.Tensor]:
     """A step as most programs have it, with everything inside."""
-    if fused:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if kind == "SGD":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=kind == "fused")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10 * ROUNDS)
     precision = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
 
@@ -95,9 +97,9 @@ def main() -> None:
         calls = [oomkit.auto_batch(inputs), oomkit.auto_batch(inputs, rng="none")]
         for model in models():
             calls += [
-                oomkit.auto_batch(training(model, fused=False, autocast=False)),
-                oomkit.auto_batch(training(model, fused=True, autocast=False), rng="none"),
-                oomkit.auto_batch(training(model, fused=False, autocast=True)),
+                oomkit.auto_batch(training(model, "AdamW")),
+                oomkit.auto_batch(training(model, "fused"), rng="none"),
+                oomkit.auto_batch(training(model, "SGD", autocast=True)),
                 returning(model),
                 evaluation(model),
             ]
