@@ -144,9 +144,20 @@ def test_a_sample_tells_of_each_value_that_is_in_it(dtype: torch.dtype, count: i
         assert _C._tensor_sample(now) != was
 
 
+def test_values_without_gaps_are_sampled_in_any_order() -> None:
+    """Also more values than there are in a sample."""
+    for values in (torch.arange(15.0).view(3, 5).t(), torch.rand(2, 3, 8, 8).permute(0, 2, 3, 1)):
+        assert not values.is_contiguous()
+        was = _C._tensor_sample(values)
+        assert was != 0
+        values[0, 0] += 1
+        assert _C._tensor_sample(values) != was
+
+
 def test_what_is_no_plain_tensor_has_no_sample() -> None:
     none = [
-        torch.ones(3, 5).t(),
+        torch.ones(3, 5)[:, ::2],
+        torch.ones(3).expand(2, 3),
         torch.ones(0),
         torch.ones(3, dtype=torch.complex64).conj(),
         torch.ones(3, device="meta"),
