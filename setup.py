@@ -45,6 +45,9 @@ TRAINING = "csrc/module/healthy.py"
 NO_TRAINING = """
 OOMKIT_TRAINED=1 expected gcc 10 or newer, which can optimise for a profile, found: {}
 Set CC and CXX, or build without it: a healthy call then costs some 0.1 us more."""
+NOT_TRAINED = f"""
+OOMKIT_TRAINED=1 runs {TRAINING} while it builds, which has failed (see above). It needs a PyTorch
+that this Python can import: pip install --no-build-isolation ."""
 NO_TORCH = """
 oomkit is built against the PyTorch that it will run with, and this build found none.
 Install PyTorch first, then oomkit: pip install torch && pip install .
@@ -97,7 +100,8 @@ class BuildExt(build_ext):
         self.profile = ("-flto=auto", f"-fprofile-generate={folder}", "-fprofile-update=atomic")
         super().run()
         variables = {**os.environ, "PYTHONPATH": str(folder)}
-        subprocess.run([sys.executable, TRAINING], env=variables, check=True)
+        if subprocess.run([sys.executable, TRAINING], env=variables).returncode != 0:
+            sys.exit(NOT_TRAINED)
         bridges = [ext.name.split(".")[-2] for ext in self.extensions if "_bridges" in ext.name]
         for counted in list(folder.glob("*#_bridges#*.gcda")):
             before, _, after = counted.name.partition("#_bridges#")

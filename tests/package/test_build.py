@@ -198,6 +198,13 @@ def test_a_trained_build_is_run_and_then_optimised_for_what_ran(small: build_ext
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_trained_build_that_cannot_run_says_what_it_needs(small: build_ext) -> None:
+    Path("module", "healthy.py").write_text("import no_such_torch")
+    with pytest.raises(SystemExit, match="--no-build-isolation"):
+        small.run()
+    assert not list(Path("lib").rglob("*.so"))
+
+
 def test_a_trained_build_needs_a_compiler_that_can_be_trained(
     small: build_ext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
