@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -167,11 +168,12 @@ PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&module); }
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build_ext:
-    """A build of an extension of a few lines, for a healthy call that asks for half of 12."""
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., build_ext]:
+    """A build of extensions of a few lines, for a healthy call that asks for half of 12."""
     (tmp_path / "oomkit").mkdir()
     (tmp_path / "oomkit" / "__init__.py").touch()
-    (tmp_path / "module.c").write_text(TRAINED_SOURCE)
+    (tmp_path / "core.c").write_text(TRAINED_SOURCE)
+    (tmp_path / "bridge.c").write_text(TRAINED_SOURCE.replace("__C(", "__bridge("))
     (tmp_path / "module").mkdir()
     training = "import oomkit._C as c; assert c.half(12) == 6"
     (tmp_path / "module" / "healthy.py").write_text(training)
@@ -180,15 +182,22 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build_ext:
     monkeypatch.setenv("OOMKIT_NO_BRIDGE", "1")
     make = runpy.run_path(str(SETUP), run_name="setup")["BuildExt"]
     monkeypatch.setitem(make.train.__globals__, "TRAINING", "module/healthy.py")
-    modules = [Extension("oomkit._C", ["module.c"])]
-    command = make(Distribution({"name": "oomkit", "ext_modules": modules}))
-    command.build_lib, command.build_temp = str(tmp_path / "lib"), "temp"
-    command.ensure_finalized()
-    return command
+
+    def build(*bridges: str) -> build_ext:
+        modules = [Extension("oomkit._C", ["core.c"])]
+        modules += [Extension(f"oomkit._bridges.{name}._bridge", ["bridge.c"]) for name in bridges]
+        command = make(Distribution({"name": "oomkit", "ext_modules": modules}))
+        command.build_lib, command.build_temp = str(tmp_path / "lib"), "temp"
+        command.ensure_finalized()
+        return command
+
+    return build
 
 
-def test_a_trained_build_is_run_and_then_optimised_for_what_ran(small: build_ext) -> None:
-    small.run()
+def test_a_trained_build_is_run_and_then_optimised_for_what_ran(
+    small: Callable[..., build_ext],
+) -> None:
+    small().run()
 
     assert list(Path("temp").rglob("*.gcda"))
     (made,) = Path("lib").rglob("*.so")
@@ -198,19 +207,37 @@ def test_a_trained_build_is_run_and_then_optimised_for_what_ran(small: build_ext
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_trained_build_that_cannot_run_says_what_it_needs(small: build_ext) -> None:
+def test_bridges_that_did_not_run_are_optimised_as_the_one_that_did(
+    small: Callable[..., build_ext], tmp_path: Path
+) -> None:
+    bridges = ("torch_1_0", "torch_2_0")
+    for bridge in bridges:
+        (tmp_path / "oomkit" / "_bridges" / bridge).mkdir(parents=True)
+    training = "import oomkit._C, oomkit._bridges.torch_2_0._bridge as b; assert b.half(12) == 6"
+    (tmp_path / "module" / "healthy.py").write_text(training)
+
+    small(*bridges).run()
+
+    counted = [path.name for path in Path("temp").rglob("*#bridge.gcda")]
+    assert sorted(name.split("#")[-2] for name in counted) == [*bridges]
+    assert len(list(Path("lib").rglob("_bridge*.so"))) == 2
+
+
+def test_a_trained_build_that_cannot_run_says_what_it_needs(
+    small: Callable[..., build_ext],
+) -> None:
     Path("module", "healthy.py").write_text("import no_such_torch")
     with pytest.raises(SystemExit, match="--no-build-isolation"):
-        small.run()
+        small().run()
     assert not list(Path("lib").rglob("*.so"))
 
 
 def test_a_trained_build_needs_a_compiler_that_can_be_trained(
-    small: build_ext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Callable[..., build_ext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", "false")
     with pytest.raises(SystemExit, match="OOMKIT_TRAINED=1 expected gcc 10 or newer.*false"):
-        small.run()
+        small().run()
     assert not list(tmp_path.rglob("*.so"))
 
 
