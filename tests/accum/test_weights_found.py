@@ -117,7 +117,7 @@ def test_weights_of_the_classes_of_an_image() -> None:
 
 
 @pytest.mark.parametrize("first", [None, WEIGHTS.flip(0), torch.ones(CLASSES).double()])
-@pytest.mark.parametrize("how", ["functional", "module", "argument", "in place"])
+@pytest.mark.parametrize("how", ["functional", "module", "argument", "in place", "many terms"])
 def test_weights_that_change(how: str, first: torch.Tensor | None) -> None:
     """As those that begin after some epochs: the call that has them first is right already, and
     so is one that goes back."""
@@ -138,6 +138,9 @@ def test_weights_that_change(how: str, first: torch.Tensor | None) -> None:
     ) -> torch.Tensor:
         if how == "module":
             return criterion(m(x), y)
+        if how == "many terms":  # more than numbers are read of
+            out = m(x)
+            return sum(F.cross_entropy(out, y, current[0]) for _ in range(70)) / 70
         return F.cross_entropy(m(x), y, current[0] if weight is None else weight)
 
     _same(loss, batch, 8, accumulation_steps=3)

@@ -300,7 +300,11 @@ MUTANTS = [
         "csrc/proof/weights_search.c",
         "        holds = text == NULL;",
         "        holds = 1;",
-        ("proof/test_proof_places.py::test_weights_that_hold_in_one_micro_batch_alone",),
+        (
+            "proof/test_proof_places.py::test_weights_that_hold_in_one_micro_batch_alone",
+            "proof/test_proof_later.py"
+            "::test_a_count_of_one_in_each_micro_batch_is_refused_before_the_update",
+        ),
     ),
     Mutant(
         "counted-in-dimension-0",
@@ -337,7 +341,7 @@ MUTANTS = [
         "    if (!call->tries.may_hold) {",
         (
             "proof/test_proof_paths.py::"
-            "test_coupled_rows_are_refused_before_the_update[in_the_last_rows-whole step-2]",
+            "test_coupled_rows_are_refused_before_the_update[in_the_last_rows-returned loss-64]",
         ),
     ),
     Mutant(
@@ -348,7 +352,7 @@ MUTANTS = [
         "        } else if (0) {",
         (
             "proof/test_proof_paths.py::"
-            "test_coupled_rows_are_refused_before_the_update[factor-whole step-2]",
+            "test_coupled_rows_are_refused_before_the_update[mixed-whole step-64]",
         ),
     ),
     Mutant(
@@ -370,7 +374,7 @@ MUTANTS = [
         "    return place;",
         (
             "proof/test_proof_paths.py::"
-            "test_a_factor_of_the_second_of_two_backwards_that_look_alike[coupled]",
+            "test_a_factor_of_the_second_of_two_backwards_that_look_alike[coupled-70]",
         ),
     ),
     Mutant(

@@ -256,12 +256,14 @@ def test_hooks_that_come_and_go_in_each_call_are_proven_once(
     assert proofs == [1, 1, 0, 0, 0, 0]  # one more hook between two calls than within one
 
 
+@pytest.mark.parametrize("terms", [1, 70])  # of at most 64 numbers are read
 @pytest.mark.parametrize("term", [coupled, single])
-def test_a_factor_of_the_second_of_two_backwards_that_look_alike(term: Term) -> None:
+def test_a_factor_of_the_second_of_two_backwards_that_look_alike(term: Term, terms: int) -> None:
     def twice(p: Program, x: torch.Tensor, y: torch.Tensor, term: Term) -> torch.Tensor:
-        (1.0 * F.cross_entropy(p.model(x), y)).backward()
-        other = x - x.mean(0) if term is coupled else x * 2.0
-        return float(p.on) * F.cross_entropy(p.model(other), y)
+        out = p.model(x)
+        sum(1.0 * F.cross_entropy(out, y) for _ in range(terms)).backward()
+        out = p.model(x - x.mean(0) if term is coupled else x * 2.0)
+        return sum(float(p.on) * F.cross_entropy(out, y) for _ in range(terms))
 
     want, program = Program(twice, term), Program(twice, term)
     if term is coupled:
