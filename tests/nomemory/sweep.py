@@ -132,21 +132,27 @@ def cases(body: Body, total: int, stride: int, first: int) -> Iterator[Fault]:
         yield Fault(nth, once=False)
 
 
-def sweep(body: Body, stride: int = 1, first: int = 1) -> Found:
-    """In this process, which has to be one that nothing else needs."""
+def sweep(body: Body, stride: int = 1, first: int = 1, least: int = 0) -> Found:
+    """In this process, which has to be one that nothing else needs.
+
+    Args:
+        stride: of the allocations that fail.
+        first: the first of them.
+        least: so many fail all the same, where there are so many.
+    """
     logging.getLogger("oomkit").addHandler(logging.NullHandler())
     logging.getLogger("oomkit").propagate = False
     begin = time.perf_counter()
     compile_sources()
     try:
-        found = _sweep(body, stride, first)
+        found = _sweep(body, stride, first, least)
     finally:
         body.finish()
     found.seconds = time.perf_counter() - begin
     return found
 
 
-def _sweep(body: Body, stride: int, first: int) -> Found:
+def _sweep(body: Body, stride: int, first: int, least: int) -> Found:
     found = Found()
     witness.open_room()
     body.prepare()
@@ -159,6 +165,7 @@ def _sweep(body: Body, stride: int, first: int) -> Found:
     kind, wrong = verdict(body, calm, None)
     found.failures += [f"{body.name}: without a fault: {line}" for line in wrong]
     found.total = body.total or count(body, stride)
+    stride = min(stride, max(1, found.total // least)) if least else stride
     for fault in cases(body, found.total, stride, first):
         answer = apart(lambda fault=fault: leaf(body, fault), body.limit)
         places = witness.places()

@@ -133,7 +133,7 @@ def _prove_no_memory(name: str) -> Result:
     body = next(body for body in BODIES if body.name == name)
     if body.loaded:
         load()
-    found = sweep(body, PROVE.get(name, PROVE[""]))
+    found = sweep(body, PROVE.get(name, PROVE[""]), least=100)
     told = f"of {found.total} allocations, once and from there on: " + ", ".join(
         f"{n} {kind}" for kind, n in found.kinds.most_common()
     )
