@@ -13,7 +13,7 @@ from torch import nn
 from zoo import MLP, SEED
 
 import oomkit
-from oomkit.testing import force_slices
+from oomkit.testing import force_slices, inject_oom
 
 pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnings are
 
@@ -483,3 +483,24 @@ def test_backward_true_is_the_whole_batch(reduction: str, k: int) -> None:
 def test_a_sum_has_no_weights() -> None:
     with pytest.raises(ValueError, match="give one of the two"):
         oomkit.auto_batch(lambda x: x, reduction="sum", weight=len)
+
+
+def test_one_row_that_runs_out_of_memory_is_not_weighed() -> None:
+    """Of one row nothing tells that y goes with x: weight= had been given x alone."""
+    x, y = torch.randn(1, 5).double(), torch.tensor([[1, -100, 2]])
+    models = [nn.Linear(5, 9).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x).view(-1, 3), y.flatten())
+
+    @oomkit.auto_batch(weight=lambda batch: (batch[1] != -100).sum())
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        loss_of(models[0], x, y).backward()
+
+    with inject_oom(nth=1) as fault:
+        step(x, y)
+    assert fault.fired == 1
+    loss_of(models[1], x, y).backward()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
