@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,9 +16,17 @@ KEPT = TABLE.with_suffix(".json")
 Results = dict[tuple[str, str], Result]
 
 
+def _kept(failure: str) -> str:
+    """The end of what a unit has told, without the folders of this machine."""
+    return re.sub(r"(?<![\w.])(?:/[\w.+-]+)+/", "", failure)[-2000:]
+
+
 def save(path: Path, results: Results) -> None:
     """A line for each unit."""
-    rows = [json.dumps([*key, found.as_dict()]) for key, found in results.items()]
+    rows = [
+        json.dumps([*key, found.as_dict() | {"failures": list(map(_kept, found.failures))}])
+        for key, found in results.items()
+    ]
     path.write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 

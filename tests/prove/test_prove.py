@@ -171,6 +171,14 @@ def test_on_another_commit_what_ran_longest_ago_runs_first(
     assert {found.commit for found in read(main.KEPT).values()} == {"second"}
 
 
+def test_what_is_kept_of_a_failure_names_no_folder_of_a_machine(tmp_path: Path) -> None:
+    told = f'  File "{tmp_path}/some.py", line 1\nValueError: 1/2, proof/judge.py of {tmp_path}/x'
+    save(tmp_path / "prove.json", {("models", "a"): Result(1, ["begin" + 2000 * " " + told])})
+    (kept,) = read(tmp_path / "prove.json")["models", "a"].failures
+    expected = '  File "some.py", line 1\nValueError: 1/2, proof/judge.py of x'
+    assert kept.endswith(expected) and "begin" not in kept
+
+
 def test_numbers_of_another_seed_are_not_kept(
     two_units: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
