@@ -101,8 +101,13 @@ oomkit_callers_failed(oomkit_callers *s, int may_retry);
  */
 void
 oomkit_callers_take_back(oomkit_callers *s);
-/* callers_gradients.c: the same of the gradients alone, for where streams and buffers
- * are as they were. */
+/* The exception in flight may say of the one call that failed that nothing has changed:
+ * a note tells what could not be taken back. */
+void
+oomkit_callers_say_changed(PyObject *message);
+/* callers_gradients.c: a backward could not be run again. The same of the gradients
+ * alone, for streams and buffers are as they were; an out-of-memory error in flight
+ * becomes one of ours. */
 void
 oomkit_callers_gradients_back(oomkit_callers *s);
 

@@ -1,16 +1,21 @@
 /* The caller's backward failed before or while something was run again: gradients as
  * they were before it. */
 #include "callers_backward.h"
-#include "../accum/accum.h"
 #include "../hook/graph.h"
 #include "../py/modes.h"
 #include "../undo/gradients.h"
 #include "../undo/undo.h"
 
+typedef struct gradients_back {
+    const oomkit_callers *callers;
+    PyObject *message; /* owned: why they cannot go back, or NULL */
+} gradients_back;
+
 static int
 gradients_back_once(void *argument)
 {
-    const oomkit_callers *s = argument;
+    gradients_back *it = argument;
+    const oomkit_callers *s = it->callers;
     int i, result = 0, mode = oomkit_grad_mode_off(s->st);
 
     if (mode < 0) {
@@ -18,15 +23,11 @@ gradients_back_once(void *argument)
     }
     EXEMPT (s->st) {
         for (i = 0; i < s->call_count && result == 0; i++) {
-            const char *why;
-            OWNED PyObject *which = NULL;
             if (s->calls[i]->deferred.elsewhere) {
                 continue;
             }
             oomkit_grads_allow_no_aside(s->calls[i]);
-            result = oomkit_unknown_loose_drop(s->calls[i]) < 0
-                         ? -1
-                         : oomkit_grads_restore(s->calls[i], &why, &which);
+            result = oomkit_savepoint_gradients(s->calls[i], &it->message);
         }
     }
     return oomkit_grad_mode_back(s->st, mode, result);
@@ -35,12 +36,22 @@ gradients_back_once(void *argument)
 void
 oomkit_callers_gradients_back(oomkit_callers *s)
 {
+    /* An error of ours that a replay raised has said itself what stays changed. */
+    int said = PyErr_ExceptionMatches(s->st->OomkitError);
+    gradients_back it = {.callers = s};
+    OWNED PyObject *message = NULL;
+
+    oomkit_own_failed(s->calls[0], "its backward() was run again");
     KEEPING_EXCEPTION {
         OWNED PyObject *error = NULL;
-        if (oomkit_insist(s->st, gradients_back_once, s, &error) != 0 ||
+        if (oomkit_insist(s->st, gradients_back_once, &it, &error) < 0 ||
             error != NULL) {
             PyErr_Clear(); /* accounted for: the first one tells more */
         }
+    }
+    message = it.message;
+    if (message != NULL && !said) {
+        oomkit_callers_say_changed(message);
     }
 }
 

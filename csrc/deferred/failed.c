@@ -28,6 +28,21 @@ failed_roll_back(oomkit_callers *s, PyObject **message)
 }
 
 void
+oomkit_callers_say_changed(PyObject *message)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+    OWNED PyObject *note = PyUnicode_FromFormat(
+        "not everything is as before: %U" SEE("state-not-restored"), message);
+    OWNED PyObject *done =
+        note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
+
+    if (done == NULL) {
+        PyErr_WriteUnraisable(exception);
+    }
+    oomkit_exception_give(exception);
+}
+
+void
 oomkit_callers_take_back(oomkit_callers *s)
 {
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
@@ -37,17 +52,10 @@ oomkit_callers_take_back(oomkit_callers *s)
     if (result < 0) {
         PyErr_WriteUnraisable(NULL);
     }
-    if (result == 1) {
-        /* the error may say of the one call that failed that nothing has changed */
-        OWNED PyObject *note = PyUnicode_FromFormat(
-            "not everything is as before: %U" SEE("state-not-restored"), message);
-        OWNED PyObject *done =
-            note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
-        if (done == NULL) {
-            PyErr_WriteUnraisable(exception);
-        }
-    }
     oomkit_exception_give(exception);
+    if (result == 1) {
+        oomkit_callers_say_changed(message);
+    }
 }
 
 /* --- what was reached --- */

@@ -60,8 +60,8 @@ extras_restore(oomkit_call *call, PyObject **message)
                : oomkit_extras_refuse(call, message);
 }
 
-static int
-gradients_restore(oomkit_call *call, PyObject **message)
+int
+oomkit_savepoint_gradients(oomkit_call *call, PyObject **message)
 {
     const char *why = NULL;
     OWNED PyObject *which = NULL, *name = NULL;
@@ -160,7 +160,7 @@ static const oomkit_resource flags = {.name = "flags", .restore = flags_restore}
 static const oomkit_resource beside = {.name = "what an optimizer keeps elsewhere",
                                        .restore = extras_restore};
 static const oomkit_resource gradients = {.name = "gradients",
-                                          .restore = gradients_restore,
+                                          .restore = oomkit_savepoint_gradients,
                                           .drop = oomkit_grads_end_attempt};
 static const oomkit_resource buffers = {.name = "buffers",
                                         .mark = oomkit_buffers_mark,

@@ -257,6 +257,9 @@ oomkit_savepoint_end_attempt(oomkit_call *call);
  * line to change; -1 error. */
 int
 oomkit_savepoint_restore(oomkit_call *call, PyObject **message);
+/* The same of the gradients alone. */
+int
+oomkit_savepoint_gradients(oomkit_call *call, PyObject **message);
 /* The same by value, for writes that bump no version. */
 int
 oomkit_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
