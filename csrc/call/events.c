@@ -45,6 +45,17 @@ oomkit_tell_backward_fails(oomkit_call *call, const oomkit_backward *backward)
     }
 }
 
+void
+oomkit_tell_backward_left(oomkit_call *call)
+{
+    EACH_RULE(rule, oomkit_rules_of(call))
+    {
+        if ((*rule)->backward_left != NULL) {
+            (*rule)->backward_left(call);
+        }
+    }
+}
+
 int
 oomkit_tell_backward_nests(oomkit_call *call, const oomkit_backward *backward)
 {

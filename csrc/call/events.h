@@ -40,6 +40,9 @@ typedef struct oomkit_rule {
     int (*backward_ends)(oomkit_call *, const oomkit_backward *);
     /* it raised, which is in flight and stays it */
     void (*backward_fails)(oomkit_call *, const oomkit_backward *);
+    /* it has not ended well: it raised, or another rule refused it before it began or
+     * behind it; keeps the exception in flight */
+    void (*backward_left)(oomkit_call *);
     /* another one inside it that accumulates */
     int (*backward_nests)(oomkit_call *, const oomkit_backward *);
     /* while split, outermost: may be held back; then those that are not are made */
@@ -175,6 +178,8 @@ int
 oomkit_tell_leaf_at_entry(oomkit_call *call, PyObject *buffer);
 void
 oomkit_tell_backward_fails(oomkit_call *call, const oomkit_backward *backward);
+void
+oomkit_tell_backward_left(oomkit_call *call);
 int
 oomkit_tell_backward_nests(oomkit_call *call, const oomkit_backward *backward);
 int

@@ -165,6 +165,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     }
     call->training = 1;
     if (oomkit_tell_backward_begins(call, &backward) < 0) {
+        oomkit_tell_backward_left(call);
         return NULL;
     }
     result =
@@ -175,11 +176,13 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     if (result == NULL) {
         call->backward.failed = call->backward.queued = 1;
         oomkit_tell_backward_fails(call, &backward);
+        oomkit_tell_backward_left(call);
         return NULL;
     }
     call->backward.done++;
     call->backward.failed = 0; /* the step may have caught an earlier one's failure */
     if (oomkit_tell_backward_ends(call, &backward) < 0) {
+        oomkit_tell_backward_left(call);
         Py_CLEAR(result);
     }
     return result;

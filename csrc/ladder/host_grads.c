@@ -270,13 +270,6 @@ host_backward_ends(oomkit_call *call, const oomkit_backward *backward)
     return 0;
 }
 
-static void
-host_backward_fails(oomkit_call *call, const oomkit_backward *backward)
-{
-    (void)backward;
-    hooks_remove(call);
-}
-
 const oomkit_rule oomkit_host_grads_rule = {.backward_begins = host_backward_begins,
                                             .backward_ends = host_backward_ends,
-                                            .backward_fails = host_backward_fails};
+                                            .backward_left = hooks_remove};

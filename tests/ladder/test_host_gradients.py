@@ -54,12 +54,17 @@ class Program:
         generator = torch.Generator().manual_seed(5)
         self.x = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
         model, optimizer = self.model, self.optimizer
+        self.flat: torch.Tensor | None = None
 
         @oomkit.auto_batch(label="deep", **options)
         def step(x: torch.Tensor) -> float:
             optimizer.zero_grad()
             out = model(x).to(torch.promote_types(dtype, torch.float32))
             loss = out.square().mean()
+            if kind == "flat" and self.flat is not None:
+                self.flat.zero_()
+                if oomkit.current().index == 0:
+                    model.layers[0].bias.grad = self.flat
             if kind == "twice":
                 out.abs().mean().backward(retain_graph=True)
             loss.backward()
@@ -223,6 +228,19 @@ def test_no_hook_stays() -> None:
     assert len(seen) == 1
     handle.remove()
     assert all(p.grad is not None for p in program.model.parameters())
+
+
+@pytest.mark.no_proof
+def test_no_hook_stays_where_a_backward_is_refused() -> None:
+    """It is refused after the hooks were set, before the engine runs."""
+    program = Program("flat")
+    with room(ENOUGH, program):
+        program.one()
+        assert program.last.rung == 5
+        program.flat = torch.zeros(WIDTH)
+        with pytest.raises(oomkit.SplitError, match=r"changed in place before the backward\(\)"):
+            program.one()
+    assert all(p._post_accumulate_grad_hooks is None for p in program.model.parameters())
 
 
 def test_an_error_of_the_step_leaves_what_was_there() -> None:

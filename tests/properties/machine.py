@@ -42,6 +42,10 @@ SAID = ("contain a part of this batch", "gradients cannot be restored")
 DESERVED: dict[str, Callable[[Programs], bool]] = {
     # One loss for each row, and a micro-batch of one row: it might be a mean as well.
     "cannot tell whether the loss of shape torch.Size([1])": lambda program: program.form.rows,
+    # The first backward ran out of memory over gradients of which there are no copies.
+    "cannot replay a step with several backward() calls: gradients were present": (
+        lambda program: program.options["gradient_safety"] != "copy"
+    ),
 }
 """Part of a SplitError's text: is that one this program's?"""
 BUDGETS = (None, 1500, 3000, 6000, 12000, 24000)
@@ -167,16 +171,13 @@ class Programs(RuleBasedStateMachine):
                 self.counts["out of memory after the update"] += 1
                 return True, error
             self.counts["out of memory"] += 1
-            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-            if any(said in text for said in SAID):
-                assert self.options["gradient_safety"] != "copy", error
-                self.counts["gradients that were not copied"] += 1
-                self._resume(before)
+            self._gradients_may_stay(error, before)
         except oomkit.SplitError as error:
             note(f"{what}: {error}")
             told = [t for t, deserves in DESERVED.items() if t in str(error) and deserves(self)]
             assert told, error
             self.counts[f"refused: {told[0]}"] += 1
+            self._gradients_may_stay(error, before)
         except torch.OutOfMemoryError as error:
             # The caller's own operations between several losses and one root, whose few bytes
             # are outside the budget: only a fault in what is oomkit's own gets there.
@@ -195,6 +196,13 @@ class Programs(RuleBasedStateMachine):
         found = difference(now, before, exact=True, where="refused")
         assert found is None, f"{what} was refused and has changed {found}"
         return False, None
+
+    def _gradients_may_stay(self, error: Exception, before: dict[str, Any]) -> None:
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        if any(said in text for said in SAID):
+            assert self.options["gradient_safety"] != "copy", error
+            self.counts["gradients that were not copied"] += 1
+            self._resume(before)
 
     def _resume(self, before: dict[str, Any]) -> None:
         """As a user does from a checkpoint, where the error says that there is no other way."""
