@@ -145,6 +145,25 @@ numbers_differ(const oomkit_rules *r, const oomkit_place *where,
     return oomkit_place_differs(r, where, values[0], values[i]);
 }
 
+/* Are they the numbers of rows of the micro-batches, and nothing tells that they are
+ * numbers of one thing? 1, 0 or -1. */
+static int
+are_rows(const oomkit_rules *r, const oomkit_place *where, PyObject *const *values)
+{
+    Py_ssize_t i = 0;
+    int overflow, told;
+
+    while (i < r->count &&
+           PyLong_AsLongLongAndOverflow(values[i], &overflow) == r->rows[i]) {
+        i++;
+    }
+    if (i < r->count) {
+        return 0;
+    }
+    told = oomkit_rules_is_one(r, where);
+    return told < 0 ? -1 : told != 1;
+}
+
 PyObject *
 oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
                      PyObject *const *values)
@@ -157,7 +176,10 @@ oomkit_join_integers(const oomkit_rules *r, const oomkit_place *where,
         return NULL;
     }
     constant = integers_are_constant(r, where, values);
-    updated = constant < 0 ? -1 : is_updated(r, where, values);
+    updated = constant < 0 ? -1 : are_rows(r, where, values);
+    if (updated >= 0) { /* rows may be what a number of steps has come to */
+        updated = updated > 0 ? 0 : is_updated(r, where, values);
+    }
     if (updated > 0) {
         return oomkit_place_say(r, where, "taken from the last micro-batch") < 0
                    ? NULL

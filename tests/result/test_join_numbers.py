@@ -350,3 +350,24 @@ def test_what_the_update_has_changed_is_that_of_the_last_micro_batch(k: int) -> 
         return [step(torch.ones(12, 4)) for _ in range(2)]
 
     assert run(lambda f: oomkit.auto_batch(f, accumulation_steps=k)) == run(lambda f: f)
+
+
+@pytest.mark.parametrize("name", ["rows", "step"])
+def test_rows_that_are_what_a_number_of_steps_has_come_to(name: str) -> None:
+    """1, then 2: rows of these micro-batches as well as steps. The name tells, or they are rows."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> dict[str, int]:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        scheduler.step()
+        return {"rows": len(x)} if name == "rows" else {"step": scheduler.last_epoch}
+
+    step(torch.ones(2, 4))
+    with force_slices([1, 2]):
+        assert step(torch.ones(3, 4)) == {name: 3 if name == "rows" else 2}
