@@ -58,14 +58,18 @@ oomkit_proof_rows_largest(oomkit_proof *p)
 void
 oomkit_proof_rows_two(oomkit_proof *p)
 {
-    p->first = p->length;
-    p->length *= 2;
-    if (p->start + p->length > p->call->batch.rows) {
-        p->length = p->call->batch.rows - p->start;
-    }
-    if (p->length <= p->first) { /* it is the last one */
-        p->start -= p->first;
-        p->length = 2 * p->first;
+    const int64_t size = p->length, rows = p->call->batch.rows;
+
+    p->first = size;
+    if (p->start + size < rows) {
+        p->length = p->start + 2 * size <= rows ? 2 * size : rows - p->start;
+    } else if (p->start >= size) { /* it is the last one */
+        p->start -= size;
+        p->length = 2 * size;
+    } else { /* what is before it is smaller */
+        p->first = p->start;
+        p->length += p->start;
+        p->start = 0;
     }
 }
 

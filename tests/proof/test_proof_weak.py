@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import oomkit
-from oomkit.testing import inject_oom
+from oomkit.testing import force_slices, inject_oom
 
 SEED = 23
 ROWS, TIME, WIDTH, CLASSES = 6, 4, 5, 3
@@ -222,3 +222,22 @@ def test_a_run_without_a_graph_leaves_nothing_of_it_behind() -> None:
     with inject_oom(nth=2, phase="backward"):
         step(_batch()[0])
     assert step.records[-1].accumulation_steps == 2
+
+
+def test_the_larger_of_two_micro_batches_is_the_last() -> None:
+    """Two of them are the whole batch: no rows before its first one are looked at."""
+    torch.manual_seed(SEED)
+    model = nn.Linear(WIDTH, CLASSES).double()
+
+    @oomkit.auto_batch(model=model, multiple_of=2)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean(1)
+
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    step(x).mean().backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with force_slices([1, 2]):
+        loss = step(x).mean()
+    with inject_oom(times=None, phase="backward"), pytest.raises(oomkit.OutOfMemory):
+        loss.backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
