@@ -182,13 +182,20 @@ oomkit_batch_build(oomkit_state *st, const oomkit_options *options,
 PyObject *
 oomkit_batch_argument(const oomkit_batch *batch, PyObject *const *vector);
 
+/* What the leaf that leads says, or the list of samples. */
+static inline int64_t
+oomkit_node_lead_rows(const oomkit_node *node)
+{
+    return node->rows >= 0 ? node->rows : node->children;
+}
+
 /* Is the number of rows that a whole call would have noted (see oomkit_batch_rows) that
  * of the batch? */
 static inline int
 oomkit_batch_rows_sure(const oomkit_batch *batch)
 {
     return batch->lead >= 0 && batch->lead < batch->count &&
-           batch->nodes[batch->lead].rows == batch->rows;
+           oomkit_node_lead_rows(&batch->nodes[batch->lead]) == batch->rows;
 }
 
 /* --- changed.c --- */
@@ -207,6 +214,9 @@ oomkit_node_fits(const oomkit_batch *batch, Py_ssize_t index, int64_t rows);
 /* A list or tuple whose elements may be samples: each holds a tensor. */
 int
 oomkit_node_may_be_items(const oomkit_batch *batch, Py_ssize_t index);
+/* Dictionaries, or tensors that differ in size: samples rather than columns. */
+int
+oomkit_node_holds_samples(const oomkit_batch *batch, Py_ssize_t index);
 /* One of several sequences as long as each other that make up an argument. */
 int
 oomkit_node_is_zipped(const oomkit_batch *batch, Py_ssize_t index);

@@ -199,6 +199,33 @@ capture_lead(oomkit_batch *batch, const oomkit_options *options, Py_ssize_t argu
     return candidate < 0 ? -1 : 0;
 }
 
+/* Is the list, in which the leaf that leads is, one of samples? By itself, or by
+ * another one as long: see layout.c, which looks closer. */
+static int
+capture_is_samples(const oomkit_batch *batch, Py_ssize_t list)
+{
+    const int64_t rows = batch->nodes[batch->lead].rows;
+    const Py_ssize_t length = batch->nodes[list].children;
+    Py_ssize_t at = list + 1;
+
+    while (at < list + 1 + length && at < batch->count &&
+           batch->nodes[at].rows == rows) {
+        at++; /* [x, y]: asked in each call, so without the functions below */
+    }
+    if (at < list + 1 + length && !oomkit_node_fits(batch, list, rows)) {
+        return oomkit_node_holds_samples(batch, list);
+    }
+    for (at = 0; at < batch->count; at = oomkit_node_end(batch, at)) {
+        if (at != list && batch->nodes[at].children == length &&
+            oomkit_node_may_be_items(batch, list) &&
+            oomkit_node_holds_samples(batch, at) &&
+            !oomkit_node_fits(batch, at, rows)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 int
 oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
                      PyObject *const *args, Py_ssize_t positional, PyObject *kwnames,
@@ -209,7 +236,7 @@ oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
                                      .longest = OOMKIT_CAPTURE_CONTAINER,
                                      .leaf = capture_leaf,
                                      .context = &c};
-    Py_ssize_t i;
+    Py_ssize_t i, list = -1;
 
     batch->args = args;
     batch->positional = positional;
@@ -244,6 +271,14 @@ oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
             oomkit_batch_release(batch);
             return -1;
         }
+        if (batch->lead > at && list < 0 && c.customs == 0 &&
+            (batch->nodes[at].kind == OOMKIT_NODE_LIST ||
+             batch->nodes[at].kind == OOMKIT_NODE_TUPLE)) {
+            list = at; /* it leads in there: a later argument's lies behind it */
+        }
+    }
+    if (list >= 0 && capture_is_samples(batch, list)) {
+        batch->lead = list;
     }
     if (batch->device_type < 0) {
         batch->device_type = 0;
@@ -259,7 +294,7 @@ oomkit_batch_rows(const oomkit_batch *batch)
     }
     return batch->lead < 0 || batch->lead >= batch->count
                ? -1
-               : batch->nodes[batch->lead].rows;
+               : oomkit_node_lead_rows(&batch->nodes[batch->lead]);
 }
 
 uint64_t

@@ -127,19 +127,6 @@ find_all_fit(const oomkit_find *f, int64_t rows, Py_ssize_t *where)
     return 1;
 }
 
-/* Dictionaries, or tensors that differ in size: samples rather than columns. */
-static int
-find_holds_samples(const oomkit_batch *batch, Py_ssize_t index)
-{
-    Py_ssize_t tensor = oomkit_node_first_tensor(batch, index, 1, 0);
-    if (!oomkit_node_may_be_items(batch, index)) {
-        return 0;
-    }
-    return oomkit_node_holds_dicts(batch, index) ||
-           (tensor >= 0 && oomkit_node_is_ragged(batch, index) &&
-            !oomkit_node_fits(batch, index, batch->nodes[tensor].rows));
-}
-
 /* Images in one list and targets in another one as long: their common leading size (the
  * channels) is not the rows. */
 static int
@@ -159,7 +146,7 @@ find_is_per_sample(const oomkit_find *f)
     EACH_ARGUMENT (f, argument, index) {
         if (index != f->first && f->roles[argument] != OOMKIT_ROLE_STATIC &&
             batch->nodes[index].children == length &&
-            find_holds_samples(batch, index) &&
+            oomkit_node_holds_samples(batch, index) &&
             !oomkit_node_fits(batch, index, batch->nodes[tensor].rows)) {
             return 1;
         }

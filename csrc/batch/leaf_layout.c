@@ -176,6 +176,18 @@ oomkit_node_is_ragged(const oomkit_batch *batch, Py_ssize_t index)
            oomkit_node_may_be_items(batch, index) && node_holds_alike(batch, index);
 }
 
+int
+oomkit_node_holds_samples(const oomkit_batch *batch, Py_ssize_t index)
+{
+    Py_ssize_t tensor = oomkit_node_first_tensor(batch, index, 1, 0);
+    if (!oomkit_node_may_be_items(batch, index)) {
+        return 0;
+    }
+    return oomkit_node_holds_dicts(batch, index) ||
+           (tensor >= 0 && oomkit_node_is_ragged(batch, index) &&
+            !oomkit_node_fits(batch, index, batch->nodes[tensor].rows));
+}
+
 Py_ssize_t
 oomkit_node_first_tensor(const oomkit_batch *batch, Py_ssize_t index, int64_t rows,
                          int equal)

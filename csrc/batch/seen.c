@@ -103,8 +103,11 @@ learn_rows(const oomkit_batch *batch)
     if (node->kind != OOMKIT_NODE_LIST && node->kind != OOMKIT_NODE_TUPLE) {
         return oomkit_node_fits(batch, root, rows) ? rows : -1;
     }
+    if (batch->lead == root) {
+        return rows; /* of samples */
+    }
     if (oomkit_node_is_ragged(batch, root)) {
-        return oomkit_node_fits(batch, root, rows) ? -1 : node->children;
+        return -1;
     }
     if (end - root == node->children + 1 && node->children > COLUMNS) {
         return -1;

@@ -104,6 +104,34 @@ def test_the_record_has_the_rows_of_the_argument_that_batch_names():
         assert step.records[-1].batch_size == 8
 
 
+SAMPLES = {
+    "tensors of several sizes": [[torch.rand(n, 3) for n in (2, 5, 4)]],
+    "dictionaries": [[{"x": torch.rand(3), "y": torch.rand(2)} for _ in range(5)]],
+    "images and targets": [
+        [torch.rand(3, 8, 8) for _ in range(4)], [{"boxes": torch.rand(2, 4)} for _ in range(4)],
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_whole_call_has_as_many_rows_as_samples_in_its_list(kind: str) -> None:
+    step = oomkit.auto_batch(lambda *batch: None)
+    step(*SAMPLES[kind])
+    assert step.records[-1].batch_size == len(SAMPLES[kind][0])
+    with force_slices([1] * len(SAMPLES[kind][0])):
+        step(*SAMPLES[kind])
+    assert step.records[-1].batch_size == len(SAMPLES[kind][0])
+
+
+def test_a_whole_call_has_the_rows_of_the_columns_in_its_list() -> None:
+    step = oomkit.auto_batch(lambda *batch: None)
+    for batch in ([torch.rand(8, 3), torch.rand(8)], [torch.rand(8, 3), torch.rand(8), 0.5]):
+        step(batch)
+        assert step.records[-1].batch_size == 8
+        step(batch, [torch.rand(8), torch.rand(8, 1)])
+        assert step.records[-1].batch_size == 8
+
+
 def test_a_single_row_beside_weights_is_not_taken_for_them():
     got = probe([torch.rand(1, 3), torch.rand(5)])
     assert got["rows"] == 1 and got["split"] == ["a"]
