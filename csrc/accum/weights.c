@@ -160,7 +160,7 @@ weights_collect(oomkit_call *call)
 }
 
 /* weight=: each group as shares of its own total. A lone slice has all of it, and is
- * not asked for: of one row nothing tells which arguments go with the batch. */
+ * not asked for. */
 static int
 weights_measured(oomkit_call *call)
 {

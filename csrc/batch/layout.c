@@ -399,9 +399,12 @@ find_run(oomkit_find *f)
         return -1;
     }
     EACH_ARGUMENT (f, argument, index) {
-        /* One row cannot be split further: nothing to decide. */
-        if (f->roles[argument] == OOMKIT_ROLE_OTHER && f->batch->rows > 1 &&
-            oomkit_find_beside(f, argument, index) < 0) {
+        if (f->roles[argument] != OOMKIT_ROLE_OTHER) {
+            continue;
+        }
+        if (f->batch->rows == 1) {
+            oomkit_find_beside_one_row(f, argument, index);
+        } else if (oomkit_find_beside(f, argument, index) < 0) {
             return -1;
         }
     }

@@ -72,6 +72,10 @@ oomkit_find_seen(const oomkit_find *f, Py_ssize_t argument);
 /* An argument beside the batch: is it sliced too? 0 or -1 with SplitError. */
 int
 oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index);
+/* The same beside a single row, which cannot be split further: what weight= is to count
+ * belongs to it, and nothing is refused. */
+void
+oomkit_find_beside_one_row(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index);
 
 /* --- rows_or_columns.c --- */
 

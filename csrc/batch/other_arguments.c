@@ -306,3 +306,14 @@ oomkit_find_beside(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
     }
     return with >= 0 ? 0 : other_sizes(f, seen, index);
 }
+
+void
+oomkit_find_beside_one_row(const oomkit_find *f, Py_ssize_t argument, Py_ssize_t index)
+{
+    const oomkit_seen *seen = oomkit_find_seen(f, argument);
+
+    if (oomkit_node_first_tensor(f->batch, index, 1, 1) >= 0 &&
+        oomkit_node_fits(f->batch, index, 1) && (seen == NULL || !seen->size_stays)) {
+        oomkit_node_mark(f->batch, index, 1, f->first);
+    }
+}

@@ -132,6 +132,14 @@ def test_a_whole_call_has_the_rows_of_the_columns_in_its_list() -> None:
         assert step.records[-1].batch_size == 8
 
 
+def test_what_belongs_to_a_single_row() -> None:
+    """By its size, unless that has stayed while the rows changed: weight= gets it as well."""
+    now = [torch.rand(1, 3), torch.rand(1)]
+    assert probe(now)["split"] == ["a", "b"]
+    assert probe(now, earlier=calls(((8, 3), 8), ((6, 3), 6)))["split"] == ["a", "b"]
+    assert probe(now, earlier=calls(((8, 3), 1), ((6, 3), 1)))["split"] == ["a"]
+
+
 def test_a_single_row_beside_weights_is_not_taken_for_them():
     got = probe([torch.rand(1, 3), torch.rand(5)])
     assert got["rows"] == 1 and got["split"] == ["a"]

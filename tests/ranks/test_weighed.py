@@ -24,6 +24,10 @@ def test_gradients_are_those_of_one_process_with_all_items(way: str) -> None:
         assert second[f"{kind}, forward"][1] == second[f"{kind}, backward"][1] == 2
 
 
+def test_a_batch_of_a_single_row() -> None:
+    assert max(results_of("weighed:one_row", 2)) < 1e-12
+
+
 def test_what_cannot_be_weighed_is_an_error_on_all_ranks() -> None:
     first, second = results_of("weighed:refused", 2)
 

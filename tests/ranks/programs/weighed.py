@@ -92,6 +92,24 @@ def weighed(rank: Rank) -> dict[str, Any]:
     return found
 
 
+def one_row(rank: Rank) -> float:
+    """The largest difference where this rank's last batch has a single row."""
+    _begin(rank)
+    one, model = _net(), _model("ddp")
+    every = [[part[:1] for part in _batch(other)] for other in range(rank.world)]
+    _loss(one, *[torch.cat(part) for part in zip(*every, strict=True)]).backward()
+
+    @oomkit.auto_batch(weight=_tokens, global_weight=True)
+    def step(x: torch.Tensor, labels: torch.Tensor) -> None:
+        model.zero_grad()
+        _loss(model, x, labels).backward()
+
+    step(*_batch(rank.rank))
+    step(*every[rank.rank])
+    pairs = zip(model.parameters(), one.parameters(), strict=True)
+    return max(float((p.grad - q.grad).abs().max()) for p, q in pairs)
+
+
 def _raised(step: Any, *batch: Any) -> str:
     try:
         step(*batch)
