@@ -452,10 +452,11 @@ callers_protected(oomkit_state *st, PyObject *original, PyObject *const *args,
     }
     if (result == NULL && s.ours) {
         oomkit_callers_gradients_back(&s);
+        oomkit_own_failed(s.calls[0], "its backward() was run again");
     }
     if (result != NULL && oomkit_callers_finish(&s) < 0) {
+        oomkit_callers_take_back(&s);
         oomkit_own_failed(s.calls[0], "its gradients were handed out");
-        oomkit_callers_take_back(&s); /* afterwards: a note of it stays */
         Py_CLEAR(result);
     }
     callers_end(&s, result != NULL);

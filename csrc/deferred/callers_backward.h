@@ -105,9 +105,8 @@ oomkit_callers_take_back(oomkit_callers *s);
  * a note tells what could not be taken back. */
 void
 oomkit_callers_say_changed(PyObject *message);
-/* callers_gradients.c: a backward could not be run again. The same of the gradients
- * alone, for streams and buffers are as they were; an out-of-memory error in flight
- * becomes one of ours. */
+/* callers_gradients.c: the same of the gradients alone, for where streams and buffers
+ * are as they were. */
 void
 oomkit_callers_gradients_back(oomkit_callers *s);
 

@@ -208,19 +208,35 @@ oomkit_recover_undo(oomkit_call *call)
     oomkit_exception_give(exception);
 }
 
+/* Gives `notes` (NULL: there are none) to the exception in flight. They may say what
+ * could not be taken back. */
+static void
+notes_keep(PyObject *notes)
+{
+    PyObject *exception = oomkit_exception_take(); /* owned, given back */
+
+    if (notes != NULL && PyObject_SetAttrString(exception, "__notes__", notes) < 0) {
+        PyErr_WriteUnraisable(exception);
+    }
+    oomkit_exception_give(exception);
+}
+
 /* Raises `type`, or oomkit.OutOfMemory where it is NULL, in place of an out-of-memory
- * error in flight; `format` takes the label, `doing`, the message and the place. */
+ * error in flight, with its notes; `format` takes the label, `doing`, the message and
+ * the place. */
 static int
 own_failed(oomkit_call *call, PyObject *type, const char *format, const char *doing)
 {
     PyObject *exception, *handled; /* owned */
-    OWNED PyObject *reason = NULL, *message = NULL, *location = NULL;
+    OWNED PyObject *reason = NULL, *message = NULL, *location = NULL, *notes = NULL;
     uint64_t requested;
 
     if (!oomkit_exception_is_oom(call->st)) {
         return -1;
     }
     exception = oomkit_exception_take();
+    notes = PyObject_GetAttrString(exception, "__notes__");
+    oomkit_error_dismiss(); /* it has none */
     handled = PyErr_GetHandledException();
     oomkit_exception_describe(call->st, exception, &requested, &message, &location);
     oomkit_exception_drop(call->st, exception, handled);
@@ -233,6 +249,7 @@ own_failed(oomkit_call *call, PyObject *type, const char *format, const char *do
     } else if (reason != NULL) {
         PyErr_SetObject(type, reason);
     }
+    notes_keep(notes);
     return -1;
 }
 
