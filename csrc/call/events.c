@@ -78,6 +78,12 @@ oomkit_tell_update_runs(oomkit_call *call, const oomkit_update *update)
 }
 
 int
+oomkit_tell_gradients_unscaled(oomkit_call *call)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, gradients_unscaled, call);
+}
+
+int
 oomkit_tell_leaf_at_entry(oomkit_call *call, PyObject *buffer)
 {
     OOMKIT_TELL(call->st->wiring->when_whole, leaf_at_entry, call, buffer);

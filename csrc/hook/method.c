@@ -445,6 +445,10 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
          self->name == call->st->str_update)) {
         oomkit_update_becomes_final(call);
     }
+    if (result != NULL && call->split && self->name == call->st->str_unscale &&
+        !oomkit_update_is_nested(call) && oomkit_tell_gradients_unscaled(call) < 0) {
+        Py_CLEAR(result);
+    }
     return result;
 }
 

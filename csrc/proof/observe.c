@@ -340,7 +340,8 @@ gradients_sample(oomkit_call *call, uint64_t *sample)
     return 0;
 }
 
-/* A backward of the last micro-batch has left the gradients of all. 0 or -1. */
+/* A backward of the last micro-batch, or a scaler that has unscaled them, has left the
+ * gradients of all. 0 or -1. */
 static int
 gradients_are_left(oomkit_call *call)
 {
@@ -454,15 +455,16 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
     return call->split ? proof_path(call) : 0;
 }
 
-const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
-                                                .micro_begins = proof_micro_begins,
-                                                .backward_begins =
-                                                    proof_backward_begins,
-                                                .backward_ends = proof_backward_ends,
-                                                .update_begins = proof_update_begins,
-                                                .micro_ends = proof_micro_ends,
-                                                .attempt_ends = proof_attempt_ends,
-                                                .call_ends = proof_call_ends};
+const oomkit_rule oomkit_proof_of_split_rule = {
+    .before_attempt = oomkit_prove,
+    .micro_begins = proof_micro_begins,
+    .backward_begins = proof_backward_begins,
+    .backward_ends = proof_backward_ends,
+    .update_begins = proof_update_begins,
+    .micro_ends = proof_micro_ends,
+    .gradients_unscaled = gradients_are_left,
+    .attempt_ends = proof_attempt_ends,
+    .call_ends = proof_call_ends};
 
 static PyObject *
 prove_switch(PyObject *module, PyObject *on)

@@ -400,10 +400,14 @@ def _clipped_to_one_number(params: list[nn.Parameter], by: float) -> None:
 
 
 def _changing(
-    change: Callable[[list[nn.Parameter], float], None], always: bool = True, gaps: bool = False
+    change: Callable[[list[nn.Parameter], float], None],
+    always: bool = True,
+    gaps: bool = False,
+    scaled: bool = False,
 ) -> Program:
     """A program that changes its gradients, by a number that it reads from its loss."""
     program = Program(_plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         program.runs.append(len(x))
@@ -411,12 +415,14 @@ def _changing(
         for param in program.model.parameters() if gaps else ():
             param.grad = param.new_zeros(*param.shape, 2)[..., 0]
         loss = _plain(program.model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(program.optimizer)
         params = [p for p in program.model.parameters() if p.grad is not None]
         late = program.number >= LATER
         if always or late:
             change(params, 0.5 * loss.item() if late else 1.0)
-        program.optimizer.step()
+        scaler.step(program.optimizer)
+        scaler.update()
 
     program.step = step  # type: ignore[method-assign,assignment]
     return program
@@ -440,6 +446,13 @@ def test_so_they_are_where_only_torch_knows_their_values(
 ) -> None:
     """Gradients with gaps between their values; those on a device are asked for in the same way."""
     _is_refused(*(_changing(change, always, gaps=True) for _ in range(2)), 2)
+
+
+@pytest.mark.parametrize("change", [_multiplied, _replaced, _clipped])
+def test_so_they_are_behind_the_unscaling_of_a_scaler(
+    change: Callable[[list[nn.Parameter], float], None],
+) -> None:
+    _is_refused(*(_changing(change, scaled=True) for _ in range(2)), 2)
 
 
 def test_norms_tell_which_gradients_are_the_same() -> None:
