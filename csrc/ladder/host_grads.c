@@ -18,6 +18,7 @@
 #define SMALLEST 4096 /* bytes: what is smaller stays */
 
 static const char *const capsule_name = "oomkit.host_grads";
+static const char *const capsule_ended = "oomkit.host_grads that have ended";
 
 static int
 is_wanted(oomkit_call *call)
@@ -160,13 +161,21 @@ static PyMethodDef grad_method = {"oomkit_host_grads", grad_accumulated, METH_O,
 static void
 hooks_remove(oomkit_call *call)
 {
-    Py_ssize_t i;
+    PyObject *hook; /* borrowed from the dict */
+    Py_ssize_t i, at = 0;
 
     if (call->cut->host_grads == NULL) {
         return;
     }
-    PyDict_Clear(call->cut->host_grads);
     KEEPING_EXCEPTION {
+        while (PyDict_Next(call->cut->host_grads, &at, NULL, &hook)) {
+            /* Who keeps the hook does not find the call by it. */
+            if (PyCFunction_Check(hook) &&
+                PyCapsule_SetName(PyCFunction_GET_SELF(hook), capsule_ended) < 0) {
+                oomkit_error_dismiss();
+            }
+        }
+        PyDict_Clear(call->cut->host_grads);
         for (i = 0; i < call->parts->param_count; i++) {
             PyObject *name = call->st->str_post_accumulate_hooks; /* of state */
             OWNED PyObject *ours = PyObject_GetAttr(call->parts->params[i], name);

@@ -639,6 +639,8 @@ parts_end(parts_run *run)
 }
 
 static const char *const capsule_name = "oomkit.parts_run";
+/* Its functions may be kept, and find it no more: what it leads to is on the stack. */
+static const char *const capsule_ended = "oomkit.parts_run that has ended";
 
 /* Are the parameters those of the mark? A hook around step() may have added some. */
 static int
@@ -776,7 +778,7 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
             }
         }
     }
-    if (PyCapsule_SetPointer(capsule, &parts_method) < 0) { /* run goes */
+    if (capsule != NULL && PyCapsule_SetName(capsule, capsule_ended) < 0) {
         Py_CLEAR(result);
     }
     parts_end(&run);

@@ -231,6 +231,25 @@ def test_no_hook_stays() -> None:
 
 
 @pytest.mark.no_proof
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+def test_a_hook_that_somebody_keeps_does_nothing_behind_its_backward() -> None:
+    program = Program()
+    kept: list[Any] = []
+    weight = program.model.layers[0].weight
+    handle = weight.register_hook(
+        lambda _: kept.extend((weight._post_accumulate_grad_hooks or {}).values())
+    )
+    with room(ENOUGH, program):
+        program.one()
+        assert program.last.rung == 5
+    handle.remove()
+    before = program.picture()
+    with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
+        kept[-1](weight)
+    assert same(program.picture(), before)
+
+
+@pytest.mark.no_proof
 def test_no_hook_stays_where_a_backward_is_refused() -> None:
     """It is refused after the hooks were set, before the engine runs."""
     program = Program("flat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -315,3 +316,27 @@ def test_a_sparse_gradient_never_ends_in_half_an_update() -> None:
             else:
                 expected = after
         assert all(map(torch.equal, program.values(), expected)), nth
+
+
+def test_what_runs_the_parts_cannot_be_called_when_they_are_done() -> None:
+    """A traceback of a hook's error keeps it, and a debugger may call it."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+
+    def hook(*_: Any) -> None:
+        frame = sys._getframe()
+        while "whole" not in frame.f_locals:
+            frame = frame.f_back  # type: ignore[assignment]
+        kept.append(frame.f_locals["whole"])
+
+    optimizer.register_step_pre_hook(hook)
+
+    @oomkit.auto_batch(optimizer_safety="parts")
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    step(torch.ones(4, 3))
+    with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
+        kept[0].__wrapped__(optimizer)
