@@ -404,7 +404,7 @@ find_run(oomkit_find *f)
         }
         if (f->batch->rows == 1) {
             oomkit_find_beside_one_row(f, argument, index);
-        } else if (oomkit_find_beside(f, argument, index) < 0) {
+        } else if (f->batch->rows > 1 && oomkit_find_beside(f, argument, index) < 0) {
             return -1;
         }
     }
