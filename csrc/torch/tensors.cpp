@@ -21,6 +21,7 @@ namespace oomkit {
 namespace {
 
 constexpr uint64_t SAMPLED = 64; // values of a tensor
+constexpr uint64_t WIDEST = 16;  // bytes of one: complex<double>
 
 // The gradient's TensorImpl, or NULL when there is none. at::Tensor is incomplete with
 // c10's headers alone, but it is a single intrusive pointer; oomkit._C compares what
@@ -135,25 +136,43 @@ compare_one(const c10::TensorImpl *impl, const oomkit_grad_mark *mark, uint32_t 
     return *step == 0 ? OOMKIT_GRAD_SAME : OOMKIT_GRAD_MOVED;
 }
 
-// Its bytes can be read as they lie: on the CPU, strided, without gaps, its own (a
-// DTensor has them in another tensor), and as they are (not conjugated or negated on
-// the way). In any order: channels_last has one of its own.
+// Its values can be read where they lie: on the CPU, strided, its own (a DTensor has
+// them in another tensor), and as they are (not conjugated or negated on the way).
 bool
-is_bytes_in_a_row(const c10::TensorImpl *impl)
+is_readable(const c10::TensorImpl *impl)
 {
     return impl != nullptr && impl != c10::UndefinedTensorImpl::singleton() &&
            !is_opaque(impl) && impl->device().is_cpu() &&
            !impl->key_set().has_any(c10::DispatchKeySet(
                {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative})) &&
            impl->layout() == c10::kStrided && impl->has_storage() &&
-           impl->storage().data() != nullptr && impl->is_non_overlapping_and_dense();
+           impl->storage().data() != nullptr;
+}
+
+// Value number `index`: as they lie, for channels_last has an order of its own; in rows
+// and columns where there are gaps, as a copy of it has them.
+const unsigned char *
+value_of(const c10::TensorImpl *impl, bool has_gaps, uint64_t index)
+{
+    const auto *bytes = static_cast<const unsigned char *>(impl->data());
+    int64_t at = static_cast<int64_t>(index);
+
+    if (has_gaps) {
+        int64_t rest = at;
+        at = 0;
+        for (int64_t d = impl->dim() - 1; d >= 0; d--) {
+            at += rest % impl->size(d) * impl->stride(d);
+            rest /= impl->size(d);
+        }
+    }
+    return bytes + at * static_cast<int64_t>(impl->itemsize());
 }
 
 // They can be copied as well: contiguous, and of that size.
 bool
 is_plain_bytes(const c10::TensorImpl *impl, uint64_t size)
 {
-    return is_bytes_in_a_row(impl) && impl->is_contiguous() && size > 0 &&
+    return is_readable(impl) && impl->is_contiguous() && size > 0 &&
            static_cast<uint64_t>(impl->numel()) * impl->itemsize() == size;
 }
 
@@ -198,19 +217,23 @@ sample(const void *holder, ptrdiff_t offset) noexcept
 {
     try {
         const c10::TensorImpl *impl = impl_of(holder, offset);
-        if (!is_bytes_in_a_row(impl) || impl->numel() == 0) {
+        if (!is_readable(impl) || impl->numel() == 0 || impl->itemsize() > WIDEST) {
             return 0;
         }
-        const auto *bytes = static_cast<const unsigned char *>(impl->data());
         const uint64_t count = static_cast<uint64_t>(impl->numel());
         const uint64_t size = impl->itemsize();
+        const bool has_gaps = !impl->is_non_overlapping_and_dense();
         Lanes lanes;
         if (count <= SAMPLED) { // all of them
-            lanes.add_bytes(bytes, count * size);
+            unsigned char every[SAMPLED * WIDEST];
+            for (uint64_t v = 0; v < count; v++) {
+                std::memcpy(every + v * size, value_of(impl, has_gaps, v), size);
+            }
+            lanes.add_bytes(every, count * size);
             return lanes.sum();
         }
         for (uint64_t v = 0; v < SAMPLED; v++) {
-            const unsigned char *value = bytes + (count * v / SAMPLED) * size;
+            const unsigned char *value = value_of(impl, has_gaps, count * v / SAMPLED);
             uint32_t word;
             if (size == sizeof word) {
                 std::memcpy(&word, value, sizeof word);

@@ -399,14 +399,31 @@ def _clipped_to_one_number(params: list[nn.Parameter], by: float) -> None:
     nn.utils.clip_grad_norm_(params, 10.0 if by == 1.0 else 0.05)
 
 
+class _Table(nn.Module):
+    """Its gradient is sparse, of which only torch knows the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, sparse=True)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.table(x[:, 0].mul(4).long().clamp(-8, 7) + 8))
+        return found
+
+
 def _changing(
     change: Callable[[list[nn.Parameter], float], None],
     always: bool = True,
     gaps: bool = False,
     scaled: bool = False,
+    sparse: bool = False,
 ) -> Program:
     """A program that changes its gradients, by a number that it reads from its loss."""
     program = Program(_plain)
+    if sparse:
+        program.model = _Table().double()  # type: ignore[assignment]
+        program.optimizer = torch.optim.SGD(program.model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -418,6 +435,7 @@ def _changing(
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(program.optimizer)
         params = [p for p in program.model.parameters() if p.grad is not None]
+        del params[1 if sparse else len(params) :]
         late = program.number >= LATER
         if always or late:
             change(params, 0.5 * loss.item() if late else 1.0)
@@ -439,12 +457,13 @@ def test_gradients_that_the_step_begins_to_change_by_its_loss_are_refused_before
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")  # torch's, of such gradients
 @pytest.mark.parametrize(
     ("change", "always"),
-    [(_multiplied, False), (_multiplied, True), (_clipped, True), (_replaced, False)],
-)
-def test_so_they_are_where_only_torch_knows_their_values(
+    [(_multiplied, False), (_multiplied, True), (_clipped, True), (_replaced, False),
+     (_replaced, True)],
+)  # fmt: skip
+def test_so_they_are_where_there_are_gaps_between_their_values(
     change: Callable[[list[nn.Parameter], float], None], always: bool
 ) -> None:
-    """Gradients with gaps between their values; those on a device are asked for in the same way."""
+    """Also where those that replace them have none."""
     _is_refused(*(_changing(change, always, gaps=True) for _ in range(2)), 2)
 
 
@@ -453,6 +472,14 @@ def test_so_they_are_behind_the_unscaling_of_a_scaler(
     change: Callable[[list[nn.Parameter], float], None],
 ) -> None:
     _is_refused(*(_changing(change, scaled=True) for _ in range(2)), 2)
+
+
+@pytest.mark.parametrize("change", [_multiplied, _replaced])
+def test_so_they_are_where_only_torch_knows_their_values(
+    change: Callable[[list[nn.Parameter], float], None],
+) -> None:
+    """Sparse ones; those on a device are asked for in the same way."""
+    _is_refused(*(_changing(change, sparse=True) for _ in range(2)), 2)
 
 
 def test_norms_tell_which_gradients_are_the_same() -> None:
