@@ -512,7 +512,29 @@ MUTANTS = [
         "    if (PyList_GET_SIZE(others) >= 0) {\n",
         (
             "proof/test_proof_later.py::test_so_they_are_where_only_torch_knows_their_values"
-            "[_multiplied-True]",
+            "[_multiplied]",
+        ),
+    ),
+    Mutant(
+        "gaps-read-as-they-lie",
+        "gradients with gaps are sampled as those that replace them, which have none",
+        "csrc/torch/tensors.cpp",
+        "        const bool has_gaps = !impl->is_non_overlapping_and_dense();\n",
+        "        const bool has_gaps = false;\n",
+        (
+            "proof/test_proof_later.py::test_so_they_are_where_there_are_gaps_between_their_values"
+            "[_replaced-True]",
+        ),
+    ),
+    Mutant(
+        "unscaled-gradients-not-sampled",
+        "a step may begin to change gradients behind the unscaling of a scaler",
+        "csrc/proof/observe.c",
+        "    .gradients_unscaled = gradients_are_left,\n",
+        "",
+        (
+            "proof/test_proof_later.py::test_so_they_are_behind_the_unscaling_of_a_scaler"
+            "[_multiplied]",
         ),
     ),
     Mutant(
