@@ -154,10 +154,20 @@ def test_values_without_gaps_are_sampled_in_any_order() -> None:
         assert _C._tensor_sample(values) != was
 
 
+@pytest.mark.parametrize("rows", [3, 90])
+def test_gaps_between_values_do_not_count(rows: int) -> None:
+    """A sample is that of a copy without them; also of rows that are one in memory."""
+    gapped = torch.rand(rows, 6)[:, ::2]
+    for values in (gapped, torch.rand(3).expand(rows, 3), gapped.t(), torch.rand(rows, 3)[:, 1]):
+        was = _C._tensor_sample(values)
+        assert was == _C._tensor_sample(values.contiguous()) != 0
+    was = _C._tensor_sample(gapped)
+    gapped[0, 0] += 1
+    assert _C._tensor_sample(gapped) != was
+
+
 def test_what_is_no_plain_tensor_has_no_sample() -> None:
     none = [
-        torch.ones(3, 5)[:, ::2],
-        torch.ones(3).expand(2, 3),
         torch.ones(0),
         torch.ones(3, dtype=torch.complex64).conj(),
         torch.ones(3, device="meta"),
