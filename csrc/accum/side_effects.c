@@ -102,7 +102,7 @@ effects_abandon(oomkit_call *call)
     if (error != NULL) {
         oomkit_exception_give(error);
         if (PyErr_ExceptionMatches(PyExc_Exception)) {
-            PyErr_WriteUnraisable(effects);
+            oomkit_error_unraised(effects);
         } else {
             oomkit_error_dismiss(); /* an interrupt comes again */
         }

@@ -214,7 +214,7 @@ forward_release(oomkit_call *call)
     if (call->cut->stale.hook != NULL) {
         done = PyObject_CallMethodNoArgs(call->cut->stale.hook, call->st->str_remove);
         if (done == NULL) {
-            PyErr_WriteUnraisable(call->cut->stale.hook);
+            oomkit_error_unraised(call->cut->stale.hook);
         }
         Py_XDECREF(done);
     }

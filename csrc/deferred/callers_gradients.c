@@ -40,12 +40,21 @@ oomkit_callers_gradients_back(oomkit_callers *s)
     int said = PyErr_ExceptionMatches(s->st->OomkitError);
     gradients_back it = {.callers = s};
     OWNED PyObject *message = NULL;
+    int result = -1;
 
     KEEPING_EXCEPTION {
-        OWNED PyObject *error = NULL;
-        if (oomkit_insist(s->st, gradients_back_once, &it, &error) < 0 ||
-            error != NULL) {
-            PyErr_Clear(); /* accounted for: the first one tells more */
+        PyObject *error; /* owned, then dropped: the first one tells more */
+        result = oomkit_insist(s->st, gradients_back_once, &it, &error);
+        if (error != NULL) {
+            oomkit_exception_give(error);
+            oomkit_error_beside(s->st, NULL);
+        }
+        if (result < 0) {
+            Py_XSETREF(it.message,
+                       PyUnicode_FromString("gradients could not be put back; call "
+                                            "zero_grad() before you continue"));
+            said = 0;
+            oomkit_error_dismiss(); /* of memory for these words */
         }
     }
     message = it.message;
@@ -69,7 +78,7 @@ oomkit_callers_unseen(oomkit_callers *s, PyObject *exception)
                                 "oomkit: not retried: " OOMKIT_TOO_DEEP
                                 "; the gradients are as before it" SEE("deep-graph"));
         if (done == NULL) {
-            PyErr_WriteUnraisable(exception); /* the exception itself tells more */
+            oomkit_error_unraised(exception); /* the exception itself tells more */
         }
     }
     oomkit_exception_give(exception);

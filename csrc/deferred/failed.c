@@ -12,16 +12,27 @@
 #include "../undo/undo.h"
 
 /* Every marked gradient as it was, but those of another thread's. 0; 1 with *message
- * (owned); -1. */
+ * (owned); -1, and *message as of oomkit_take_back(). */
 static int
 failed_roll_back(oomkit_callers *s, PyObject **message)
 {
     int i, result = 0;
 
-    for (i = 0; i < s->call_count && result == 0; i++) {
-        if (!s->calls[i]->deferred.elsewhere) {
-            oomkit_grads_allow_no_aside(s->calls[i]);
-            result = oomkit_take_back(s->calls[i], message);
+    for (i = 0; i < s->call_count; i++) {
+        oomkit_call *call = s->calls[i];
+        OWNED PyObject *more = NULL;
+        KEEPING_EXCEPTION { /* of one before it: the others go back all the same */
+            if (!call->deferred.elsewhere) {
+                oomkit_grads_allow_no_aside(call);
+            }
+            if (!call->deferred.elsewhere && oomkit_take_back(call, &more) < 0 &&
+                result < 0) {
+                oomkit_error_unraised(call->given.func);
+            }
+        }
+        result = PyErr_Occurred() ? -1 : result == 1 || more != NULL;
+        if (*message == NULL) {
+            *message = STEAL(more);
         }
     }
     return result;
@@ -37,7 +48,7 @@ oomkit_callers_say_changed(PyObject *message)
         note ? PyObject_CallMethod(exception, "add_note", "O", note) : NULL;
 
     if (done == NULL) {
-        PyErr_WriteUnraisable(exception);
+        oomkit_error_unraised(exception);
     }
     oomkit_exception_give(exception);
 }
@@ -50,10 +61,10 @@ oomkit_callers_take_back(oomkit_callers *s)
     int result = failed_roll_back(s, &message);
 
     if (result < 0) {
-        PyErr_WriteUnraisable(NULL);
+        oomkit_error_unraised(NULL);
     }
     oomkit_exception_give(exception);
-    if (result == 1) {
+    if (message != NULL) {
         oomkit_callers_say_changed(message);
     }
 }

@@ -228,7 +228,7 @@ replay_compare(oomkit_call *call, const oomkit_deferred *p, int drawn)
     }
     error = oomkit_exception_take();
     if (oomkit_recover_roll_back(call) < 0) {
-        PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
+        oomkit_error_unraised(call->given.func); /* the first one tells more */
     }
     oomkit_exception_give(error);
     return -1;
@@ -272,7 +272,7 @@ static void
 replay_error(const oomkit_call *call, PyObject **error)
 {
     if (*error != NULL) {
-        PyErr_WriteUnraisable(call->given.func);
+        oomkit_error_unraised(call->given.func);
     } else {
         *error = oomkit_exception_take();
     }
@@ -391,7 +391,7 @@ oomkit_replay_end(oomkit_call *call, const oomkit_deferred *p, int finished)
     }
     if (p != NULL && finished && call->options->window != NULL &&
         call->cut->slices != NULL && oomkit_earlier_note(call) < 0) {
-        PyErr_WriteUnraisable(call->given.func); /* the gradients are there */
+        oomkit_error_unraised(call->given.func); /* the gradients are there */
     }
     call->step->seen_oom |= call->tries.ooms > 0;
     oomkit_call_free(call);

@@ -83,7 +83,7 @@ earlier_add_note(oomkit_call *call, PyObject *error)
         error, "add_note", "s", "oomkit: " CLEARED SEE("gradients-not-restored"));
 
     if (done == NULL) {
-        PyErr_WriteUnraisable(call->given.func); /* the error itself tells more */
+        oomkit_error_unraised(call->given.func); /* the error itself tells more */
     }
 }
 

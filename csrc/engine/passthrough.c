@@ -138,7 +138,7 @@ oomkit_pass_tensors(oomkit_call *call, PyObject *exception)
     if (pass_note_graph(call, exception) < 0 ||
         pass_note_tensors(call, exception, 0) < 0 ||
         (call->options->batch == NULL && pass_note_tensors(call, exception, 1) < 0)) {
-        PyErr_WriteUnraisable(call->given.func);
+        oomkit_error_unraised(call->given.func);
     }
 }
 
@@ -174,7 +174,7 @@ oomkit_pass_abandon(oomkit_call *call, PyObject *exception)
                           "oomkit: some gradients from before the step contain a part "
                           "of this batch: call zero_grad() before you continue" SEE(
                               "gradients-not-restored"))) < 0) {
-        PyErr_WriteUnraisable(call->given.func);
+        oomkit_error_unraised(call->given.func);
     }
 }
 
@@ -255,7 +255,7 @@ oomkit_recover_pass(oomkit_call *call, PyObject *exception)
     }
     exception = oomkit_exception_take();
     if (pass_note(call, exception, parked) < 0) {
-        PyErr_WriteUnraisable(call->given.func);
+        oomkit_error_unraised(call->given.func);
     }
     oomkit_exception_give(exception);
     return -1;

@@ -323,7 +323,7 @@ recover_from_failure(oomkit_call *call)
          */
         if (PyErr_GivenExceptionMatches(exception, st->PartialUpdate) &&
             oomkit_modes_entry_back(call) < 0) {
-            PyErr_WriteUnraisable(call->given.func); /* the update tells more */
+            oomkit_error_unraised(call->given.func); /* the update tells more */
         }
         return oomkit_unfit(call, exception);
     }

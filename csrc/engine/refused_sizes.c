@@ -263,7 +263,7 @@ unfit_undo(oomkit_call *call, PyObject *exception)
         return 0;
     }
     if (PyErr_Occurred()) {
-        PyErr_WriteUnraisable(
+        oomkit_error_unraised(
             call->given.func); /* the step's own error is the one to see */
     }
     return oomkit_recover_pass(call, exception); /* which tries again, and says it */
@@ -278,7 +278,7 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     int is_splits = rows == 0 ? 0 : unfit_is_splits(call, exception), planned;
 
     if (is_splits < 0) {
-        PyErr_WriteUnraisable(
+        oomkit_error_unraised(
             call->given.func); /* the step's own error is the one to see */
     }
     if (is_splits <= 0) {

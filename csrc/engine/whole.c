@@ -301,7 +301,7 @@ engine_takes_back(oomkit_call *call)
     int takes = oomkit_ranks_takes_back(call, exception);
 
     if (takes < 0) {
-        PyErr_WriteUnraisable(call->given.func); /* the error itself tells more */
+        oomkit_error_unraised(call->given.func); /* the error itself tells more */
     }
     oomkit_exception_give(exception);
     if (takes > 0) {

@@ -172,7 +172,7 @@ oomkit_intercept_remove(oomkit_call *call)
         }
         Py_XDECREF(now);
         if (failed) {
-            PyErr_WriteUnraisable(entry->target);
+            oomkit_error_unraised(entry->target);
         }
         entry->interceptor = NULL;
         if (Py_REFCNT(self) == 1) {

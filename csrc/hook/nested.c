@@ -74,7 +74,7 @@ oomkit_nested_in_engine(const oomkit_state *st)
         number = PyLong_AsLong(id);
     }
     if (number == -1 && PyErr_Occurred()) {
-        PyErr_WriteUnraisable(st->graph_task_id); /* it takes and gives a number only */
+        oomkit_error_unraised(st->graph_task_id); /* it takes and gives a number only */
     }
     return number != -1;
 }

@@ -226,11 +226,11 @@ oomkit_activations_leave(oomkit_call *call, int entered)
             OWNED PyObject *done =
                 PyObject_CallMethod(call->cut->recompute, "leave", NULL);
             if (done == NULL) {
-                PyErr_WriteUnraisable(call->given.func);
+                oomkit_error_unraised(call->given.func);
             }
         }
         if (call->cut->offload != NULL && oomkit_offload_pop(call->cut->offload) < 0) {
-            PyErr_WriteUnraisable(call->given.func);
+            oomkit_error_unraised(call->given.func);
         }
     }
     if (entered == OOMKIT_RUNG_RECOMPUTE && PyErr_Occurred() &&

@@ -86,7 +86,7 @@ copies_fill(oomkit_call *call, oomkit_ahead *ahead, PyObject *tensors)
             left = PyObject_CallMethodObjArgs(ahead->stream, st->str_exit, Py_None,
                                               Py_None, Py_None, NULL);
             if (left == NULL) {
-                PyErr_WriteUnraisable(ahead->stream);
+                oomkit_error_unraised(ahead->stream);
             }
         }
     }

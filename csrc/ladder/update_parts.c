@@ -774,7 +774,7 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
     if (result != NULL && run.hosted != NULL && PyDict_GET_SIZE(run.hosted) == 0) {
         KEEPING_EXCEPTION {
             if (oomkit_hosted_tidy(call->st, optimizer) < 0) {
-                PyErr_WriteUnraisable(optimizer);
+                oomkit_error_unraised(optimizer);
             }
         }
     }

@@ -336,19 +336,19 @@ oomkit_guard_failed(oomkit_guard *guard, oomkit_guard_window *window,
     /* The exception of the guarded code is the one to see: what goes wrong from here on
      * is said, not raised. */
     if (oomkit_guard_drain(st, window->peak.device) < 0) {
-        PyErr_WriteUnraisable(guard->label);
+        oomkit_error_unraised(guard->label);
     }
     report = failed_report(guard, window, &attempt);
     if (report == NULL || failed_attach(st, exception, report) < 0) {
-        PyErr_WriteUnraisable(guard->label);
+        oomkit_error_unraised(guard->label);
     }
     oomkit_format_bytes(attempt.requested_bytes, requested);
     oomkit_format_bytes(window->peak.peak_allocated_bytes, peak);
     if (failed_note(guard, window, exception, requested, peak) < 0) {
-        PyErr_WriteUnraisable(guard->label);
+        oomkit_error_unraised(guard->label);
     }
     if (failed_log(guard, requested, peak) < 0) {
-        PyErr_WriteUnraisable(guard->label);
+        oomkit_error_unraised(guard->label);
     }
     Py_XDECREF(attempt.message);
     Py_XDECREF(attempt.location);
@@ -367,7 +367,7 @@ oomkit_guard_flush(oomkit_guard *guard, const oomkit_guard_window *window, int a
     }
     if (capturing < 0 ||
         oomkit_device_empty_cache(guard->st, window->peak.device) < 0) {
-        PyErr_WriteUnraisable(guard->label);
+        oomkit_error_unraised(guard->label);
     }
     if (again && window->peak.device.type != OOMKIT_DEVICE_CPU) {
         guard->st->flush_pending = 1;

@@ -252,7 +252,7 @@ failed_pass(const oomkit_chunks *self, PyObject *exception, PyObject *why)
         note == NULL ? NULL : PyObject_CallMethod(exception, "add_note", "O", note);
 
     if (done == NULL) {
-        PyErr_WriteUnraisable(exception); /* the exception itself tells more */
+        oomkit_error_unraised(exception); /* the exception itself tells more */
     }
 }
 

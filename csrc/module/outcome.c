@@ -108,7 +108,7 @@ trial_judged(PyObject *judge, PyObject *exception)
     answer = PyObject_CallOneArg(judge, exception);
     result = answer == NULL ? -1 : PyObject_IsTrue(answer);
     if (result < 0) {
-        PyErr_WriteUnraisable(judge); /* the failure counts, as nearly all do */
+        oomkit_error_unraised(judge); /* the failure counts, as nearly all do */
         return 1;
     }
     return result;
@@ -163,7 +163,7 @@ trial_failed(oomkit_state *st, const trial_args *call, oomkit_device device,
             value = Py_NewRef(Py_None);
         }
         if (oomkit_guard_drain(st, device) < 0) {
-            PyErr_WriteUnraisable(call->func);
+            oomkit_error_unraised(call->func);
         }
     } else if (PyErr_GivenExceptionMatches(exception, call->cleared)) {
         /* Who catches it keeps it, and it would keep the tensors. */

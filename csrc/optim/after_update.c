@@ -137,7 +137,7 @@ oomkit_update_committed(oomkit_call *call)
     result = oomkit_optimizers_any_moved(call);
     if (exception != NULL) {
         if (result < 0) {
-            PyErr_WriteUnraisable(
+            oomkit_error_unraised(
                 call->given.func); /* the step's own error says more */
         }
         oomkit_exception_give(exception);

@@ -378,7 +378,7 @@ oomkit_plain_give_up(oomkit_call *call)
         mode = oomkit_grad_mode_off(call->st);
         if (mode < 0 ||
             oomkit_grad_mode_back(call->st, mode, oomkit_plain_restore(call)) < 0) {
-            PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
+            oomkit_error_unraised(call->given.func); /* the first one tells more */
         }
     }
     oomkit_exception_give(exception);

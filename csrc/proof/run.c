@@ -135,7 +135,7 @@ oomkit_proof_loud(oomkit_proof *p)
         if (PyErr_ExceptionMatches(PyExc_KeyError)) {
             PyErr_Clear(); /* it was not set, or somebody has taken it out */
         } else {
-            PyErr_WriteUnraisable(p->call->given.func);
+            oomkit_error_unraised(p->call->given.func);
         }
     }
     Py_CLEAR(p->quieted);
@@ -154,7 +154,7 @@ run_ask(const oomkit_proof *p, PyObject *object, const char *method)
     }
     if (exception != NULL) {
         if (done == NULL) {
-            PyErr_WriteUnraisable(p->call->given.func);
+            oomkit_error_unraised(p->call->given.func);
         }
         oomkit_exception_give(exception);
     }
@@ -182,10 +182,10 @@ put_back_rest(oomkit_call *call, PyObject **message, int failed)
         return result;
     }
     if (result < 0) {
-        PyErr_WriteUnraisable(call->given.func);
+        oomkit_error_unraised(call->given.func);
     }
     oomkit_exception_give(exception);
-    return result == 1 ? 1 : -1;
+    return *message != NULL ? 1 : -1;
 }
 
 int
@@ -200,7 +200,7 @@ oomkit_proof_put_back(oomkit_proof *p)
     int result;
 
     if (exception != NULL && oomkit_modes_entry_back(call) < 0) {
-        PyErr_WriteUnraisable(call->given.func); /* the first one tells more */
+        oomkit_error_unraised(call->given.func); /* the first one tells more */
     }
     if (exception != NULL) {
         oomkit_holders_of_run(call, oomkit_grads_parked_ones(call));

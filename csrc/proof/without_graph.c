@@ -294,7 +294,7 @@ verify_speak(oomkit_proof *p, PyObject *verdict)
     }
     if (exception != NULL) {
         if (done == NULL) {
-            PyErr_WriteUnraisable(p->call->given.func); /* the first one tells more */
+            oomkit_error_unraised(p->call->given.func); /* the first one tells more */
         }
         oomkit_exception_give(exception);
     }

@@ -204,12 +204,23 @@ error_again(void *exception)
 }
 
 void
+oomkit_error_unraised(PyObject *object)
+{
+    if (PyErr_ExceptionMatches(PyExc_Exception) ||
+        PyErr_ExceptionMatches(PyExc_GeneratorExit)) {
+        PyErr_WriteUnraisable(object);
+    } else {
+        oomkit_error_dismiss();
+    }
+}
+
+void
 oomkit_error_beside(oomkit_state *st, PyObject *object)
 {
     if (oomkit_exception_is_oom(st)) {
         oomkit_error_dismiss();
     } else {
-        PyErr_WriteUnraisable(object);
+        oomkit_error_unraised(object);
     }
 }
 

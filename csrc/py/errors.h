@@ -103,8 +103,11 @@ oomkit_frame_is_backward(PyFrameObject *frame);
  * main thread's: it arrives again, between two instructions of that thread. */
 void
 oomkit_error_dismiss(void);
-/* The error in flight came beside one that is about to be given: more of being out of
- * memory says nothing, all else goes to sys.unraisablehook with `object`. */
+/* The error in flight goes to sys.unraisablehook with `object`, because another one is
+ * to be raised, or none can be. An interrupt arrives again, as above. */
+void
+oomkit_error_unraised(PyObject *object);
+/* The same, but more of being out of memory says nothing beside the other error. */
 void
 oomkit_error_beside(oomkit_state *st, PyObject *object);
 

@@ -1,6 +1,7 @@
 /* Facts of tensors, and the search for the TensorImpl pointer that the bridge starts
  * from. */
 #include "tensor.h"
+#include "errors.h"
 #include "../core/status.h"
 
 #include <string.h>
@@ -215,7 +216,7 @@ attribute_if_any(PyObject *tensor, const char *name)
     if (found == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear(); /* torch takes the same for no */
     } else if (found == NULL) {
-        PyErr_WriteUnraisable(tensor); /* who asks has no way to fail */
+        oomkit_error_unraised(tensor); /* who asks has no way to fail */
     }
     return found;
 }

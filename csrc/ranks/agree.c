@@ -136,7 +136,7 @@ oomkit_ranks_note_stop(oomkit_call *call)
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     stopped = ranks_says(call, "stopped");
     if (stopped < 0) {
-        PyErr_WriteUnraisable(call->given.func);
+        oomkit_error_unraised(call->given.func);
     }
     if (stopped > 0) {
         call->tries.restart = OOMKIT_RESTART_RANKS;
@@ -372,7 +372,7 @@ oomkit_ranks_leave(oomkit_call *call, PyObject *exception)
                ? NULL
                : ranks_call(call, "leave", exception == NULL ? Py_None : exception);
     if (done == NULL) {
-        PyErr_WriteUnraisable(call->given.func);
+        oomkit_error_unraised(call->given.func);
     }
     Py_XDECREF(done);
     Py_CLEAR(call->ranks.agreed);

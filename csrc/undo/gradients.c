@@ -406,7 +406,7 @@ grads_add_apart(oomkit_call *call)
     if (result < 0) { /* entry still has them all: nothing is lost */
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         if (oomkit_grad_mode_set(call->st, mode) < 0) {
-            PyErr_WriteUnraisable(call->given.func);
+            oomkit_error_unraised(call->given.func);
         }
         oomkit_exception_give(exception);
         return -1;
@@ -453,7 +453,7 @@ oomkit_grads_abandon(oomkit_call *call)
     for (i = 0; call->grads.aside != NULL && i < call->parts->param_count; i++) {
         if (call->grads.aside[i] != NULL &&
             grads_set(call, i, call->grads.aside[i]) < 0) {
-            PyErr_WriteUnraisable(call->parts->params[i]);
+            oomkit_error_unraised(call->parts->params[i]);
         }
     }
     return call->grads.aside != NULL && !call->grads.aside_said;
@@ -553,7 +553,7 @@ oomkit_grads_release(oomkit_call *call)
     }
     MEMORY_CLEAR(g->parked_at);
     if (g->away && oomkit_grads_bring_back(call) < 0) {
-        PyErr_WriteUnraisable(call->given.func);
+        oomkit_error_unraised(call->given.func);
     }
     grads_array_free(call, &g->entry);
     grads_array_free(call, &g->copies);

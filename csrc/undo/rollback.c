@@ -77,26 +77,32 @@ add_note(PyObject *exception, PyObject *note)
         note == NULL ? NULL : PyObject_CallMethod(exception, "add_note", "O", note);
 
     if (done == NULL) {
-        PyErr_WriteUnraisable(exception); /* the exception itself tells more */
+        oomkit_error_unraised(exception); /* the exception itself tells more */
     }
     Py_XDECREF(note);
 }
 
-/* No try has come to its end. Steals `exception`; -1 always. */
+/* No try has come to its end, which *message tells whoever raises something else.
+ * Steals `exception`; -1 always. */
 static int
-take_back_failed(oomkit_call *call, PyObject *exception)
+take_back_failed(oomkit_call *call, PyObject *exception, PyObject **message)
 {
+    Py_XSETREF(*message, PyUnicode_FromString("parameters, gradients and buffers "
+                                              "may contain a part of this batch"));
+    if (*message == NULL) {
+        oomkit_error_dismiss(); /* the error below has these words */
+    }
     if (is_oom(call->st, exception)) {
-        OWNED PyObject *message = NULL, *location = NULL;
+        OWNED PyObject *text = NULL, *location = NULL;
         uint64_t requested;
-        oomkit_exception_describe(call->st, exception, &requested, &message, &location);
+        oomkit_exception_describe(call->st, exception, &requested, &text, &location);
         oomkit_exception_drop(call->st, exception, NULL);
         call->log.outcome = 2;
         oomkit_raise(call->st->PartialUpdate,
                      "%U ran out of memory, and again each time it was undone (%V): "
                      "parameters, gradients and buffers may contain a part of this "
                      "batch; restore a checkpoint" SEE("state-not-restored"),
-                     call->options->label, message, "no message");
+                     call->options->label, text, "no message");
         return -1;
     }
     add_note(exception,
@@ -136,13 +142,13 @@ oomkit_take_back(oomkit_call *call, PyObject **message)
     int result = oomkit_grads_can_be_remade(call);
 
     if (result < 0) {
-        PyErr_WriteUnraisable(call->given.func); /* going back is what matters */
+        oomkit_error_unraised(call->given.func); /* going back is what matters */
     }
     oomkit_grads_allow_going(call, result > 0);
     result = oomkit_insist(call->st, take_back_once, &it, &error);
     oomkit_grads_allow_going(call, 0);
     if (result < 0) {
-        return take_back_failed(call, error);
+        return take_back_failed(call, error, message);
     }
     if (oomkit_grads_gone(call)) {
         result = call->st->wiring->gradients_are_gone(call, result, message, error);
@@ -155,7 +161,6 @@ oomkit_take_back(oomkit_call *call, PyObject **message)
                  PyUnicode_FromFormat("oomkit: not everything could be undone: %U" SEE(
                                           "state-not-restored"),
                                       *message));
-        Py_CLEAR(*message);
     }
     oomkit_exception_give(error);
     return -1;
@@ -197,9 +202,10 @@ oomkit_recover_undo(oomkit_call *call)
     OWNED PyObject *message = NULL;
 
     if (oomkit_take_back(call, &message) < 0) {
-        PyErr_WriteUnraisable(
+        oomkit_error_unraised(
             call->given.func); /* the step's own error is the one to see */
-    } else if (message != NULL) {
+    }
+    if (message != NULL) {
         add_note(exception,
                  PyUnicode_FromFormat("oomkit: not everything could be undone: %U" SEE(
                                           "state-not-restored"),
@@ -216,7 +222,7 @@ notes_keep(PyObject *notes)
     PyObject *exception = oomkit_exception_take(); /* owned, given back */
 
     if (notes != NULL && PyObject_SetAttrString(exception, "__notes__", notes) < 0) {
-        PyErr_WriteUnraisable(exception);
+        oomkit_error_unraised(exception);
     }
     oomkit_exception_give(exception);
 }

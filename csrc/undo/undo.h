@@ -200,7 +200,8 @@ oomkit_streams_equal(PyObject *was, PyObject *now);
 /* --- rollback.c --- */
 /* The same as oomkit_savepoint_restore, outside the budget and tried again where
  * an error came between. An error that is not out-of-memory is raised when everything
- * is back. */
+ * is back; *message (NULL or owned) tells what is not, also with an error, which has
+ * said it. */
 int
 oomkit_take_back(oomkit_call *call, PyObject **message);
 /* What must be done to its end: once(argument) until it does not fail, thrice at most.
