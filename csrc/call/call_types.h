@@ -340,8 +340,9 @@ typedef struct oomkit_refused {
 /* optim: schedulers, scalers and the user's own objects, as they were. */
 typedef struct oomkit_owner_marks {
     oomkit_memo *epochs;       /* schedulers: last_epoch, while split */
-    oomkit_memo *groups_after; /* optimizers: values after micro-batch 1 */
-    oomkit_memo *groups_end;   /* the same of optimizers that it did not step */
+    oomkit_memo *groups_after; /* optimizers: values at their step() in micro-batch 1 */
+    oomkit_memo *groups_end;   /* optimizers: values at the end of micro-batch 1 */
+    oomkit_memo *groups_made;  /* and behind the last update that was made */
     oomkit_memo *scales;       /* scalers: scale before the real update() */
     oomkit_memo *scalers;      /* scalers: saved per-optimizer states */
     oomkit_memo *copied;       /* for "copy": state_dict */

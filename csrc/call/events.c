@@ -78,9 +78,9 @@ oomkit_tell_update_runs(oomkit_call *call, const oomkit_update *update)
 }
 
 int
-oomkit_tell_gradients_unscaled(oomkit_call *call)
+oomkit_tell_update_ends(oomkit_call *call, const oomkit_update *update)
 {
-    OOMKIT_TELL(call->st->wiring->when_split, gradients_unscaled, call);
+    OOMKIT_TELL(call->st->wiring->when_split, update_ends, call, update);
 }
 
 int

@@ -48,8 +48,8 @@ typedef struct oomkit_rule {
     /* while split, outermost: may be held back; then those that are not are made */
     int (*update_begins)(oomkit_call *, oomkit_update *);
     int (*update_runs)(oomkit_call *, const oomkit_update *);
-    /* while split, outermost: a scaler has divided the gradients by its scale */
-    int (*gradients_unscaled)(oomkit_call *);
+    /* while split, outermost: it has been made */
+    int (*update_ends)(oomkit_call *, const oomkit_update *);
     /* the function was left, in any way; keeps the exception in flight */
     void (*micro_left)(oomkit_call *);
     /* it has returned: what is wanted of the result now, and what must hold then */
@@ -189,7 +189,7 @@ oomkit_tell_update_begins(oomkit_call *call, oomkit_update *update);
 int
 oomkit_tell_update_runs(oomkit_call *call, const oomkit_update *update);
 int
-oomkit_tell_gradients_unscaled(oomkit_call *call);
+oomkit_tell_update_ends(oomkit_call *call, const oomkit_update *update);
 int
 oomkit_tell_before_attempt(oomkit_call *call);
 int

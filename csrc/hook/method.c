@@ -445,10 +445,6 @@ interceptor_other(interceptor_object *self, PyObject *const *args, size_t nargsf
          self->name == call->st->str_update)) {
         oomkit_update_becomes_final(call);
     }
-    if (result != NULL && call->split && self->name == call->st->str_unscale &&
-        !oomkit_update_is_nested(call) && oomkit_tell_gradients_unscaled(call) < 0) {
-        Py_CLEAR(result);
-    }
     return result;
 }
 
@@ -525,7 +521,8 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
 {
     interceptor_object *self = interceptor_CAST(op);
     oomkit_call *call = self->call;
-    PyObject *result; /* owned */
+    oomkit_update update = {.method = NULL}; /* outermost, of a split call */
+    PyObject *result;                        /* owned */
 
     if (self->kind == OOMKIT_OWNER_USER) { /* zero_grad */
         return oomkit_interceptor_clears(self, args, nargsf, kwnames);
@@ -546,7 +543,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                              : oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
     if (call->split && !oomkit_update_runs(call)) {
-        oomkit_update update = {
+        update = (oomkit_update){
             self,    oomkit_interceptor_optimizer(self, args, nargsf, kwnames),
             args,    nargsf,
             kwnames, 0};
@@ -564,6 +561,10 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
     }
     Py_INCREF(op); /* the method may take us out of the instance */
     result = interceptor_real(self, args, nargsf, kwnames);
+    if (result != NULL && update.method != NULL &&
+        oomkit_tell_update_ends(call, &update) < 0) {
+        Py_CLEAR(result);
+    }
     Py_DECREF(op);
     return result;
 }

@@ -272,6 +272,20 @@ oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copi
     return 0;
 }
 
+static int
+refuse_moved(oomkit_call *call, PyObject *optimizer, PyObject *name)
+{
+    call->refused.raised = 1;
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split this step: %R in the param_groups of %s was changed "
+        "in micro-batch %lld of %lld; set it outside the step, or guard the line with "
+        "`if oomkit.current().is_last:`" SEE("step-arguments"),
+        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut->at + 1),
+        (long long)call->cut->count);
+    return -1;
+}
+
 /* At the end of a micro-batch: an optimizer that it did not step (the caller does) has
  * the same values after each of them, as long as nothing has moved for good. 0, or -1
  * with SplitError. */
@@ -284,18 +298,82 @@ groups_end(oomkit_call *call)
         return committed < 0 ? -1 : 0;
     }
     EACH_MEMO (mark, call->entry.owners.user) {
-        if (!PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer) ||
-            oomkit_memo_find(call->entry.owners.groups_after, mark.object) != NULL) {
+        if (!PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer)) {
             continue;
         }
         if (call->cut->at == 0) {
             result = oomkit_memo_add(&call->entry.owners.groups_end, mark.object,
                                      oomkit_hyperparams_copy(call->st, mark.object));
-        } else {
+        } else if (oomkit_memo_find(call->entry.owners.groups_after, mark.object) ==
+                   NULL) {
             result = oomkit_hyperparams_refuse_moved(call, mark.object);
         }
         if (result < 0) {
             return -1;
+        }
+    }
+    return 0;
+}
+
+/* The values that the real updates have left, of optimizers that step. 0 or -1. */
+static int
+hyperparams_update_ends(oomkit_call *call, const oomkit_update *update)
+{
+    (void)update;
+    oomkit_memo_drop(&call->entry.owners.groups_made);
+    EACH_MEMO (mark, call->entry.owners.groups_after) {
+        if (oomkit_memo_add(&call->entry.owners.groups_made, mark.object,
+                            oomkit_hyperparams_copy(call->st, mark.object)) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The name (borrowed) of a value that is neither what the update has left nor what the
+ * first micro-batch has: the last one alone has set it behind the update. NULL. */
+static PyObject *
+groups_set_late(oomkit_call *call, PyObject *groups, PyObject *made, PyObject *first)
+{
+    Py_ssize_t g, n = PyList_Check(groups) ? PyList_GET_SIZE(groups) : 0;
+
+    for (g = 0; g < n && g < PyList_GET_SIZE(made) && g < PyList_GET_SIZE(first); g++) {
+        PyObject *group = PyList_GET_ITEM(groups, g); /* borrowed, as are its values */
+        PyObject *key, *was;
+        Py_ssize_t at = 0;
+        while (PyDict_Check(group) &&
+               PyDict_Next(PyList_GET_ITEM(made, g), &at, &key, &was)) {
+            PyObject *now = PyDict_GetItemWithError(group, key);
+            PyObject *there = PyDict_GetItemWithError(PyList_GET_ITEM(first, g), key);
+            if (now != NULL && there != NULL && !value_same(call->st, now, was) &&
+                !value_same(call->st, now, there)) {
+                return key;
+            }
+        }
+    }
+    return NULL;
+}
+
+/* At the end of the last micro-batch: the update has been made, which the error is told
+ * to say. 0, or -1 with SplitError. */
+static int
+groups_refuse_late(oomkit_call *call)
+{
+    EACH_MEMO (mark, call->entry.owners.groups_made) {
+        PyObject *first = /* borrowed */
+            oomkit_memo_find(call->entry.owners.groups_end, mark.object);
+        OWNED PyObject *groups =
+            PyObject_GetAttr(mark.object, call->st->str_param_groups);
+        PyObject *name; /* borrowed */
+        if (groups == NULL) {
+            return -1;
+        }
+        name = first == NULL ? NULL : groups_set_late(call, groups, mark.saved, first);
+        if (PyErr_Occurred()) {
+            return -1;
+        }
+        if (name != NULL) {
+            return refuse_moved(call, mark.object, name);
         }
     }
     return 0;
@@ -345,27 +423,24 @@ int
 oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer)
 {
     PyObject *name = NULL; /* borrowed */
-    int changed = oomkit_hyperparams_changed(call, optimizer, &name);
+    int changed = call->is_last && call->sequence_waived
+                      ? 0 /* it has asked which one this is */
+                      : oomkit_hyperparams_changed(call, optimizer, &name);
 
-    if (changed <= 0) {
-        return changed;
-    }
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: %R in the param_groups of %s was changed "
-        "in micro-batch %lld of %lld; change it after the step, or guard the line with "
-        "`if oomkit.current().is_last:`" SEE("step-arguments"),
-        name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut->at + 1),
-        (long long)call->cut->count);
-    return -1;
+    return changed <= 0 ? changed : refuse_moved(call, optimizer, name);
 }
 
 static int
 hyperparams_micro_ends(oomkit_call *call, PyObject *result)
 {
     (void)result;
-    return call->split ? groups_end(call) : 0;
+    if (!call->split || groups_end(call) < 0) {
+        return call->split ? -1 : 0;
+    }
+    return call->is_last && !call->sequence_waived && call->proof == NULL
+               ? groups_refuse_late(call)
+               : 0;
 }
 
-const oomkit_rule oomkit_hyperparams_rule = {.micro_ends = hyperparams_micro_ends};
+const oomkit_rule oomkit_hyperparams_rule = {.update_ends = hyperparams_update_ends,
+                                             .micro_ends = hyperparams_micro_ends};

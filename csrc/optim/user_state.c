@@ -306,6 +306,7 @@ oomkit_owners_release(oomkit_call *call)
     oomkit_memo_drop(&call->entry.owners.attributes);
     oomkit_memo_drop(&call->entry.owners.groups_after);
     oomkit_memo_drop(&call->entry.owners.groups_end);
+    oomkit_memo_drop(&call->entry.owners.groups_made);
     oomkit_memo_drop(&call->entry.owners.epochs);
     oomkit_memo_drop(&call->entry.owners.scales);
 }

@@ -357,6 +357,12 @@ gradients_are_left(oomkit_call *call)
     return 0;
 }
 
+static int
+proof_update_ends(oomkit_call *call, const oomkit_update *update)
+{
+    return update->method->name == call->st->str_unscale ? gradients_are_left(call) : 0;
+}
+
 /* The step has changed them, before its first update: by what it has read from the rows
  * of the last micro-batch, as far as anybody knows. 0 or -1. */
 static int
@@ -455,16 +461,16 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
     return call->split ? proof_path(call) : 0;
 }
 
-const oomkit_rule oomkit_proof_of_split_rule = {
-    .before_attempt = oomkit_prove,
-    .micro_begins = proof_micro_begins,
-    .backward_begins = proof_backward_begins,
-    .backward_ends = proof_backward_ends,
-    .update_begins = proof_update_begins,
-    .micro_ends = proof_micro_ends,
-    .gradients_unscaled = gradients_are_left,
-    .attempt_ends = proof_attempt_ends,
-    .call_ends = proof_call_ends};
+const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
+                                                .micro_begins = proof_micro_begins,
+                                                .backward_begins =
+                                                    proof_backward_begins,
+                                                .backward_ends = proof_backward_ends,
+                                                .update_begins = proof_update_begins,
+                                                .micro_ends = proof_micro_ends,
+                                                .update_ends = proof_update_ends,
+                                                .attempt_ends = proof_attempt_ends,
+                                                .call_ends = proof_call_ends};
 
 static PyObject *
 prove_switch(PyObject *module, PyObject *on)

@@ -110,9 +110,31 @@ MUTANTS = [
         "rate-of-a-counter",
         "a learning rate that is another one in each micro-batch is refused",
         "csrc/optim/hyperparams.c",
-        "    int changed = oomkit_hyperparams_changed(call, optimizer, &name);",
-        "    int changed = 0;",
+        "                      : oomkit_hyperparams_changed(call, optimizer, &name);\n",
+        "                      : 0;\n",
         ("optim/test_once_updates.py::test_a_learning_rate_of_a_counter_is_refused",),
+    ),
+    Mutant(
+        "late-learning-rates-unseen",
+        "a learning rate that the last micro-batch alone sets, behind the update, is an error",
+        "csrc/optim/hyperparams.c",
+        "               ? groups_refuse_late(call)\n",
+        "               ? 0\n",
+        (
+            "optim/test_once_updates.py"
+            "::test_a_learning_rate_that_the_last_micro_batch_alone_changes_is_refused[after]",
+        ),
+    ),
+    Mutant(
+        "asking-which-is-last-does-not-help",
+        "a learning rate may change in the last micro-batch where the step asks which one it is",
+        "csrc/optim/hyperparams.c",
+        "    int changed = call->is_last && call->sequence_waived\n",
+        "    int changed = 0 && call->is_last\n",
+        (
+            "optim/test_once_updates.py"
+            "::test_a_learning_rate_that_the_last_micro_batch_may_change[2-before]",
+        ),
     ),
     Mutant(
         "rate-decays-k-times",

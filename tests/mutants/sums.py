@@ -530,7 +530,7 @@ MUTANTS = [
         "unscaled-gradients-not-sampled",
         "a step may begin to change gradients behind the unscaling of a scaler",
         "csrc/proof/observe.c",
-        "    .gradients_unscaled = gradients_are_left,\n",
+        "    .update_ends = proof_update_ends,\n",
         "",
         (
             "proof/test_proof_later.py::test_so_they_are_behind_the_unscaling_of_a_scaler"

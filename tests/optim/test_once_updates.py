@@ -299,6 +299,79 @@ def test_a_learning_rate_of_a_counter_is_refused(how: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_learning_rate_that_the_last_micro_batch_alone_changes_is_refused(where: str) -> None:
+    """By its rows, for all that anybody knows; behind the update it is said that this stands."""
+    model, optimizer, x, y = _world()
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if where == "after":
+            optimizer.step()
+        if loss.item() < last:
+            optimizer.param_groups[0]["lr"] = 0.05
+        if where == "before":
+            optimizer.step()
+
+    half = len(x) // 2
+    losses = [
+        F.cross_entropy(model(x[at]), y[at]).item() for at in (slice(half), slice(half, None))
+    ]
+    if losses[0] < losses[1]:
+        x, y = x.flip(0), y.flip(0)
+    last = sum(losses) / 2
+    before = _values(model)
+    with pytest.raises(
+        oomkit.SplitError, match="'lr' in the param_groups of SGD.*2 of 2"
+    ) as caught:
+        step(x, y)
+    applied = any("it stands" in note for note in getattr(caught.value, "__notes__", []))
+    assert applied == (where == "after")
+    assert _same(before, _values(model)) != applied
+
+
+@pytest.mark.parametrize("how", ["before", "after", "for one update", "by the optimizer"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_learning_rate_that_the_last_micro_batch_may_change(how: str, k: int) -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["weight_decay"] += 0.1
+            return super().step(closure)
+
+    def run(decorate: Any) -> list[Any]:
+        model, optimizer, x, y = _world()
+        if how == "by the optimizer":
+            optimizer = Counts(model.parameters(), lr=0.1)
+        group = optimizer.param_groups[0]
+
+        @decorate
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            F.cross_entropy(model(x), y).backward()
+            if how == "before" and oomkit.current().is_last:
+                group["lr"] *= 0.5
+            if how == "for one update":
+                group["lr"] *= 0.5
+            optimizer.step()
+            if how == "after" and oomkit.current().is_last:
+                group["lr"] *= 0.5
+            if how == "for one update":
+                group["lr"] *= 2
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            step(x, y)
+        return [group["lr"], group["weight_decay"], *_values(model)]
+
+    plain = run(lambda f: f)
+    found = run(lambda f: oomkit.auto_batch(f, accumulation_steps=k))
+    assert found[:2] == plain[:2]
+    for a, b in zip(found[2:], plain[2:], strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_optimizer_in_a_gradient_hook_is_refused_while_split() -> None:
     model, optimizer, x, y = _world()
     for p in model.parameters():
