@@ -235,17 +235,14 @@ extern PyType_Spec oomkit_deferred_spec, oomkit_between_spec;
 /* The waiting loss that this node made, or NULL. Borrowed; *failed on an error. */
 oomkit_deferred *
 oomkit_node_deferred(oomkit_state *st, PyObject *node, int *failed);
-/* oomkit_graph_reach, which also appends the nodes of what is reached. */
-int
-oomkit_graph_reach_nodes(oomkit_state *st, PyObject *roots, PyObject *reached,
-                         PyObject *nodes, int *paths);
 
 /* --- reached_losses.c --- */
 /* What a backward from `roots` reaches: *paths is set when a leaf is reached without
- * passing a waiting loss. Those that are reached are appended to `reached` (a list).
- * 0 or -1. */
+ * passing a waiting loss. Those that are reached are appended to `reached` (a list),
+ * and their nodes to `nodes`. 0 or -1. */
 int
-oomkit_graph_reach(oomkit_state *st, PyObject *roots, PyObject *reached, int *paths);
+oomkit_graph_reach(oomkit_state *st, PyObject *roots, PyObject *reached,
+                   PyObject *nodes, int *paths);
 /* Is there a waiting loss behind those in `reached`? 1, 0 or -1. */
 int
 oomkit_graph_beneath(oomkit_state *st, PyObject *roots, PyObject *reached);

@@ -466,7 +466,7 @@ oomkit_callers_failed(oomkit_callers *s, int may_retry)
     reached = PyList_New(0);
     nodes = PyList_New(0);
     if (reached == NULL || nodes == NULL || s->roots == NULL ||
-        oomkit_graph_reach_nodes(s->st, s->roots, reached, nodes, &paths) < 0) {
+        oomkit_graph_reach(s->st, s->roots, reached, nodes, &paths) < 0) {
         Py_CLEAR(reached);
         Py_CLEAR(nodes);
         oomkit_callers_unseen(s, exception);

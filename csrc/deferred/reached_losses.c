@@ -92,7 +92,7 @@ reach_visit(oomkit_state *st, PyObject *node, const oomkit_node_type *type,
     }
     if (p != NULL) {
         return PyList_Append(c->reached, (PyObject *)p) < 0 ||
-                       (c->nodes != NULL && PyList_Append(c->nodes, node) < 0)
+                       PyList_Append(c->nodes, node) < 0
                    ? -1
                    : 0;
     }
@@ -102,8 +102,8 @@ reach_visit(oomkit_state *st, PyObject *node, const oomkit_node_type *type,
 }
 
 int
-oomkit_graph_reach_nodes(oomkit_state *st, PyObject *roots, PyObject *reached,
-                         PyObject *nodes, int *paths)
+oomkit_graph_reach(oomkit_state *st, PyObject *roots, PyObject *reached,
+                   PyObject *nodes, int *paths)
 {
     reach_context context = {reached, nodes, 0};
     int beside = roots_lead_beside(st, roots);
@@ -112,12 +112,6 @@ oomkit_graph_reach_nodes(oomkit_state *st, PyObject *roots, PyObject *reached,
 
     *paths |= context.paths || beside > 0;
     return result;
-}
-
-int
-oomkit_graph_reach(oomkit_state *st, PyObject *roots, PyObject *reached, int *paths)
-{
-    return oomkit_graph_reach_nodes(st, roots, reached, NULL, paths);
 }
 
 typedef struct beneath_context {

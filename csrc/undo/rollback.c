@@ -227,11 +227,10 @@ notes_keep(PyObject *notes)
     oomkit_exception_give(exception);
 }
 
-/* Raises `type`, or oomkit.OutOfMemory where it is NULL, in place of an out-of-memory
- * error in flight, with its notes; `format` takes the label, `doing`, the message and
- * the place. */
+/* Raises oomkit.OutOfMemory in place of an out-of-memory error in flight, with its
+ * notes; `format` takes the label, `doing`, the message and the place. */
 static int
-own_failed(oomkit_call *call, PyObject *type, const char *format, const char *doing)
+own_failed(oomkit_call *call, const char *format, const char *doing)
 {
     PyObject *exception, *handled; /* owned */
     OWNED PyObject *reason = NULL, *message = NULL, *location = NULL, *notes = NULL;
@@ -250,10 +249,8 @@ own_failed(oomkit_call *call, PyObject *type, const char *format, const char *do
     reason =
         PyUnicode_FromFormat(format, call->options->label, doing, message, "no message",
                              location == NULL ? "" : "; at ", location, "");
-    if (reason != NULL && type == NULL) {
+    if (reason != NULL) {
         oomkit_give_up(call, reason, 0);
-    } else if (reason != NULL) {
-        PyErr_SetObject(type, reason);
     }
     notes_keep(notes);
     return -1;
@@ -275,7 +272,7 @@ oomkit_own_failed(oomkit_call *call, const char *doing)
         return -1; /* no want of memory, and nothing works any more */
     }
     return own_failed(
-        call, NULL,
+        call,
         oomkit_call_is_replay(call)
             ? "%U is not run, because memory ran out while %s (%V%s%V); " AS_RETURNED
         : call->parts != NULL && call->parts->param_count > 0
@@ -303,28 +300,4 @@ oomkit_reclaim_failed(oomkit_call *call)
                      call->options->label, attempt->message, "no message"));
     }
     oomkit_exception_give(exception);
-}
-
-int
-oomkit_failed_late(oomkit_call *call)
-{
-    PyObject *exception; /* owned, given back */
-
-    own_failed(
-        call, call->st->PartialUpdate,
-        "%U has run, but memory ran out while %s (%V%s%V): gradients, buffers, random "
-        "streams and participants are as after it, and its result is lost" SEE(
-            "oomkit-out-of-memory"),
-        "its result was being kept");
-    exception = oomkit_exception_take();
-    if (!PyObject_TypeCheck(exception, (PyTypeObject *)call->st->OomkitError)) {
-        add_note(exception,
-                 PyUnicode_FromFormat(
-                     "oomkit: %U had run to its end when this was raised: what it did "
-                     "stands, do not repeat the batch; its result is lost" SEE(
-                         "update-applied"),
-                     call->options->label));
-    }
-    oomkit_exception_give(exception);
-    return -1;
 }

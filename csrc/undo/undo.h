@@ -218,10 +218,6 @@ oomkit_own_failed(oomkit_call *call, const char *doing);
  * memory itself, it is told what was being recovered from. */
 void
 oomkit_reclaim_failed(oomkit_call *call);
-/* An error after a call that has finished, when the marks at entry are gone: it says
- * so. -1 always. */
-int
-oomkit_failed_late(oomkit_call *call);
 /* recover.c: parts of it for a call that is run again without a failure of its own. */
 int
 oomkit_recover_roll_back(oomkit_call *call);

@@ -67,6 +67,15 @@ def test_functions_that_the_linker_puts_in_a_row_are_there() -> None:
     assert named - {name for found in HOUSE.defined.values() for name in found} == set()
 
 
+def test_every_function_is_used() -> None:
+    """By the C. What ends an object that lives as long as the process, by its test at least."""
+    others = [*(CSRC / "torch").iterdir(), *(ROOT / "tests").glob("*/*.c")]
+    text = [*HOUSE.text.values(), *(path.read_text(encoding="utf-8") for path in others)]
+    used = {name for part in text for name in re.findall(r"[^\n\w](oomkit_\w+)", part)}
+    defined = {name for found in HOUSE.defined.values() for name in found}
+    assert {name for name in defined if name.startswith("oomkit_")} - used == set()
+
+
 def test_headers_include_in_no_circle() -> None:
     TopologicalSorter(HOUSE.cycles()).prepare()
 
