@@ -147,8 +147,11 @@ value_same(oomkit_state *st, PyObject *now, PyObject *was)
         return 1;
     }
     if (oomkit_tensor_check(st, now) && oomkit_tensor_check(st, was)) {
+        OWNED PyObject *here = oomkit_host_copy(st, now); /* where its copy lies */
         OWNED PyObject *equal =
-            PyObject_CallFunctionObjArgs(st->torch_equal, now, was, NULL);
+            here == NULL
+                ? NULL
+                : PyObject_CallFunctionObjArgs(st->torch_equal, here, was, NULL);
         same = equal == Py_True;
     } else if (PyFloat_Check(now) && PyFloat_Check(was)) {
         double a = PyFloat_AS_DOUBLE(now), b = PyFloat_AS_DOUBLE(was);

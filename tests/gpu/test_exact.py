@@ -331,3 +331,30 @@ def test_gradients_that_a_step_begins_to_change_by_its_loss_are_refused() -> Non
     with pytest.raises(oomkit.SplitError, match="cannot split"):
         step(x, y)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_learning_rate_on_the_device_is_compared_with_its_copy() -> None:
+    """The copies of an optimizer's values lie on the host."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).to(DEVICE)
+    rate = torch.tensor(0.1, device=DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False, capturable=not DRY)
+    x, y = torch.randn(ROWS, 8, device=DEVICE), torch.arange(ROWS, device=DEVICE) % 4
+    decays = False
+
+    @oomkit.auto_batch(accumulation_steps=4)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if decays:
+            rate.copy_(loss.detach())
+        optimizer.step()
+
+    for _ in range(3):
+        step(x, y)
+    assert float(rate) == pytest.approx(0.1)
+    decays = True
+    with pytest.raises(oomkit.SplitError, match="'lr' in the param_groups of AdamW"):
+        step(x, y)
+    assert float(rate) == pytest.approx(0.1)
