@@ -101,11 +101,7 @@ effects_abandon(oomkit_call *call)
     (void)oomkit_insist(call->st, effects_abandon_once, &it, &error);
     if (error != NULL) {
         oomkit_exception_give(error);
-        if (PyErr_ExceptionMatches(PyExc_Exception)) {
-            oomkit_error_unraised(effects);
-        } else {
-            oomkit_error_dismiss(); /* an interrupt comes again */
-        }
+        oomkit_error_unraised(effects);
     }
     Py_DECREF(effects);
     if (exception != NULL) {

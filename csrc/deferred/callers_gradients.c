@@ -22,12 +22,16 @@ gradients_back_once(void *argument)
         return -1;
     }
     EXEMPT (s->st) {
-        for (i = 0; i < s->call_count && result == 0; i++) {
+        for (i = 0; i < s->call_count && result >= 0; i++) {
+            OWNED PyObject *more = NULL; /* of this one: the others go back, too */
             if (s->calls[i]->deferred.elsewhere) {
                 continue;
             }
             oomkit_grads_allow_no_aside(s->calls[i]);
-            result = oomkit_savepoint_gradients(s->calls[i], &it->message);
+            result = oomkit_savepoint_gradients(s->calls[i], &more);
+            if (it->message == NULL) {
+                it->message = STEAL(more);
+            }
         }
     }
     return oomkit_grad_mode_back(s->st, mode, result);

@@ -290,8 +290,8 @@ refuse_moved(oomkit_call *call, PyObject *optimizer, PyObject *name)
 }
 
 /* At the end of a micro-batch: an optimizer that it did not step (the caller does) has
- * the same values after each of them, as long as nothing has moved for good. 0, or -1
- * with SplitError. */
+ * the same values after each of them, as long as nothing has moved for good. Those of
+ * the first one are kept, of all. 0, or -1 with SplitError. */
 static int
 groups_end(oomkit_call *call)
 {
@@ -318,68 +318,72 @@ groups_end(oomkit_call *call)
     return 0;
 }
 
-/* The values that the real updates have left, of optimizers that step. 0 or -1. */
+/* Notes the values that a real update has left. What fails here does not fail an update
+ * that has been made: nothing is compared then. */
 static int
 hyperparams_update_ends(oomkit_call *call, const oomkit_update *update)
 {
-    (void)update;
-    oomkit_memo_drop(&call->entry.owners.groups_made);
-    EACH_MEMO (mark, call->entry.owners.groups_after) {
-        if (oomkit_memo_add(&call->entry.owners.groups_made, mark.object,
-                            oomkit_hyperparams_copy(call->st, mark.object)) < 0) {
-            return -1;
-        }
+    oomkit_memo **made = &call->entry.owners.groups_made;
+    OWNED PyObject *copies = update->optimizer == NULL
+                                 ? NULL
+                                 : oomkit_hyperparams_copy(call->st, update->optimizer);
+    const Py_ssize_t at =
+        copies == NULL ? -1 : oomkit_memo_at(*made, update->optimizer);
+
+    if (at >= 0) {
+        Py_SETREF((*made)->items[at].saved, STEAL(copies));
+    } else if (copies != NULL) {
+        (void)oomkit_memo_add(made, update->optimizer, STEAL(copies));
+    }
+    if (PyErr_Occurred()) {
+        oomkit_memo_drop(made);
+        oomkit_error_dismiss(); /* accounted for: nothing is compared then */
     }
     return 0;
 }
 
-/* The name (borrowed) of a value that is neither what the update has left nor what the
- * first micro-batch has: the last one alone has set it behind the update. NULL. */
-static PyObject *
-groups_set_late(oomkit_call *call, PyObject *groups, PyObject *made, PyObject *first)
-{
-    Py_ssize_t g, n = PyList_Check(groups) ? PyList_GET_SIZE(groups) : 0;
+typedef struct late_groups {
+    PyObject *before; /* borrowed: copies at step() in the first micro-batch, */
+    PyObject *end;    /* at the end of it, */
+    PyObject *made;   /* and behind the real update */
+} late_groups;
 
-    for (g = 0; g < n && g < PyList_GET_SIZE(made) && g < PyList_GET_SIZE(first); g++) {
-        PyObject *group = PyList_GET_ITEM(groups, g); /* borrowed, as are its values */
-        PyObject *key, *was;
+/* Is a value of group number `g` neither what the update has left of it, nor what the
+ * first micro-batch had? One that the update moves is its optimizer's own. */
+static int
+value_is_late(oomkit_call *call, const late_groups *late, Py_ssize_t g, PyObject *key,
+              PyObject *now)
+{
+    PyObject *before = PyDict_GetItemWithError(PyList_GET_ITEM(late->before, g), key);
+    PyObject *end = PyDict_GetItemWithError(PyList_GET_ITEM(late->end, g), key);
+    PyObject *made = PyDict_GetItemWithError(PyList_GET_ITEM(late->made, g), key);
+
+    return before != NULL && end != NULL && made != NULL &&
+           value_same(call->st, made, before) && !value_same(call->st, now, made) &&
+           !value_same(call->st, now, end);
+}
+
+/* The name of a value that the last micro-batch alone has set behind the update. New
+ * reference, or NULL, perhaps with an exception. */
+static PyObject *
+groups_set_late(oomkit_call *call, PyObject *groups, const late_groups *late)
+{
+    OWNED PyObject *now = groups_copy(call->st, groups, &(int){1}); /* nobody else's */
+    Py_ssize_t g;
+
+    for (g = 0;
+         now != NULL && g < PyList_GET_SIZE(now) && g < PyList_GET_SIZE(late->before) &&
+         g < PyList_GET_SIZE(late->end) && g < PyList_GET_SIZE(late->made);
+         g++) {
+        PyObject *key, *value; /* borrowed from now */
         Py_ssize_t at = 0;
-        while (PyDict_Check(group) &&
-               PyDict_Next(PyList_GET_ITEM(made, g), &at, &key, &was)) {
-            PyObject *now = PyDict_GetItemWithError(group, key);
-            PyObject *there = PyDict_GetItemWithError(PyList_GET_ITEM(first, g), key);
-            if (now != NULL && there != NULL && !value_same(call->st, now, was) &&
-                !value_same(call->st, now, there)) {
-                return key;
+        while (PyDict_Next(PyList_GET_ITEM(now, g), &at, &key, &value)) {
+            if (value_is_late(call, late, g, key, value)) {
+                return Py_NewRef(key);
             }
         }
     }
     return NULL;
-}
-
-/* At the end of the last micro-batch: the update has been made, which the error is told
- * to say. 0, or -1 with SplitError. */
-static int
-groups_refuse_late(oomkit_call *call)
-{
-    EACH_MEMO (mark, call->entry.owners.groups_made) {
-        PyObject *first = /* borrowed */
-            oomkit_memo_find(call->entry.owners.groups_end, mark.object);
-        OWNED PyObject *groups =
-            PyObject_GetAttr(mark.object, call->st->str_param_groups);
-        PyObject *name; /* borrowed */
-        if (groups == NULL) {
-            return -1;
-        }
-        name = first == NULL ? NULL : groups_set_late(call, groups, mark.saved, first);
-        if (PyErr_Occurred()) {
-            return -1;
-        }
-        if (name != NULL) {
-            return refuse_moved(call, mark.object, name);
-        }
-    }
-    return 0;
 }
 
 /* --- schedulers, while split --- */
@@ -431,6 +435,40 @@ oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer)
                       : oomkit_hyperparams_changed(call, optimizer, &name);
 
     return changed <= 0 ? changed : refuse_moved(call, optimizer, name);
+}
+
+/* At the end of the last micro-batch: the update has been made, which the error is told
+ * to say. 0, or -1 with SplitError. */
+static int
+groups_refuse_late(oomkit_call *call)
+{
+    const oomkit_owner_marks *marks = &call->entry.owners;
+    PyObject *scheduler; /* borrowed */
+
+    /* What has moved a scheduler or a scale in this micro-batch alone, a step may go
+     * by. */
+    if (oomkit_owners_epochs_moved(call, &scheduler) != 0 || oomkit_scale_fell(call)) {
+        oomkit_error_dismiss();
+        return 0;
+    }
+    EACH_MEMO (mark, marks->groups_made) {
+        const late_groups late = {oomkit_memo_find(marks->groups_after, mark.object),
+                                  oomkit_memo_find(marks->groups_end, mark.object),
+                                  mark.saved};
+        OWNED PyObject *groups =
+            PyObject_GetAttr(mark.object, call->st->str_param_groups);
+        OWNED PyObject *name = NULL;
+        if (groups != NULL && late.before != NULL && late.end != NULL) {
+            name = groups_set_late(call, groups, &late);
+        }
+        if (PyErr_Occurred()) {
+            oomkit_error_dismiss(); /* no reason to fail an update that was made */
+        }
+        if (name != NULL) {
+            return refuse_moved(call, mark.object, name);
+        }
+    }
+    return 0;
 }
 
 static int

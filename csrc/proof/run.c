@@ -216,6 +216,9 @@ oomkit_proof_put_back(oomkit_proof *p)
     /* Every flag is as at entry. The next run may begin with others: modules that were
      * put into eval mode for it stay there. */
     Py_XDECREF(oomkit_flags_take(call));
+    if (result == 1 && PyErr_Occurred()) {
+        oomkit_error_unraised(call->given.func); /* what stays changed is told */
+    }
     if (result == 1) {
         oomkit_raise(call->st->PartialUpdate,
                      "auto_batch ran %U once more to verify its split, and could not "

@@ -206,11 +206,18 @@ error_again(void *exception)
 void
 oomkit_error_unraised(PyObject *object)
 {
-    if (PyErr_ExceptionMatches(PyExc_Exception) ||
-        PyErr_ExceptionMatches(PyExc_GeneratorExit)) {
-        PyErr_WriteUnraisable(object);
-    } else {
+    int arrives = !PyErr_ExceptionMatches(PyExc_Exception) &&
+                  !PyErr_ExceptionMatches(PyExc_GeneratorExit);
+
+    if (arrives) {
+        PyObject *exception = oomkit_exception_take(); /* owned, given back */
+        arrives = error_is_main();
+        oomkit_exception_give(exception);
+    }
+    if (arrives) {
         oomkit_error_dismiss();
+    } else {
+        PyErr_WriteUnraisable(object);
     }
 }
 

@@ -133,7 +133,7 @@ MUTANTS = [
         "    int changed = 0 && call->is_last\n",
         (
             "optim/test_once_updates.py"
-            "::test_a_learning_rate_that_the_last_micro_batch_may_change[2-before]",
+            "::test_a_learning_rate_that_the_last_micro_batch_may_change[2-_before]",
         ),
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -299,68 +300,109 @@ def test_a_learning_rate_of_a_counter_is_refused(how: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("where", ["before", "after", "between"])
 def test_a_learning_rate_that_the_last_micro_batch_alone_changes_is_refused(where: str) -> None:
     """By its rows, for all that anybody knows; behind the update it is said that this stands."""
     model, optimizer, x, y = _world()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
 
     @oomkit.auto_batch(accumulation_steps=2)
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         loss = F.cross_entropy(model(x), y)
-        loss.backward()
+        (scaler.scale(loss) if where == "between" else loss).backward()
         if where == "after":
             optimizer.step()
+        if where == "between":
+            scaler.step(optimizer)
         if loss.item() < last:
             optimizer.param_groups[0]["lr"] = 0.05
         if where == "before":
             optimizer.step()
+        if where == "between":
+            other.step()
+            scaler.update()
 
     half = len(x) // 2
-    losses = [
-        F.cross_entropy(model(x[at]), y[at]).item() for at in (slice(half), slice(half, None))
-    ]
+    losses = [F.cross_entropy(model(x[s]), y[s]).item() for s in (slice(half), slice(half, None))]
     if losses[0] < losses[1]:
         x, y = x.flip(0), y.flip(0)
     last = sum(losses) / 2
     before = _values(model)
     with pytest.raises(
-        oomkit.SplitError, match="'lr' in the param_groups of SGD.*2 of 2"
+        oomkit.SplitError, match=r"'lr' in the param_groups of SGD.*2 of 2"
     ) as caught:
         step(x, y)
     applied = any("it stands" in note for note in getattr(caught.value, "__notes__", []))
-    assert applied == (where == "after")
+    assert applied == (where != "before")
     assert _same(before, _values(model)) != applied
 
 
-@pytest.mark.parametrize("how", ["before", "after", "for one update", "by the optimizer"])
-@pytest.mark.parametrize("k", [2, 3])
-def test_a_learning_rate_that_the_last_micro_batch_may_change(how: str, k: int) -> None:
-    class Counts(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                group["weight_decay"] += 0.1
-            return super().step(closure)
+class Counts(torch.optim.SGD):
+    """Moves one of its own values."""
 
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["weight_decay"] += 0.1
+        return super().step(closure)
+
+
+def _before(update: Callable[[], Any], group: dict[str, Any], scheduler: Any) -> None:
+    if oomkit.current().is_last:
+        group["lr"] *= 0.5
+    update()
+
+
+def _after(update: Callable[[], Any], group: dict[str, Any], scheduler: Any) -> None:
+    update()
+    if oomkit.current().is_last:
+        group["lr"] *= 0.5
+
+
+def _for_one_update(update: Callable[[], Any], group: dict[str, Any], scheduler: Any) -> None:
+    group["lr"] *= 0.5
+    update()
+    group["lr"] *= 2
+
+
+def _bounded(update: Callable[[], Any], group: dict[str, Any], scheduler: Any) -> None:
+    """What the update itself moves."""
+    update()
+    group["weight_decay"] = min(group["weight_decay"], 0.15)
+
+
+def _bounded_behind_a_scheduler(
+    update: Callable[[], Any], group: dict[str, Any], scheduler: Any
+) -> None:
+    update()
+    scheduler.step()
+    group["lr"] = max(group["lr"], 0.04)
+
+
+def _by_the_epoch(update: Callable[[], Any], group: dict[str, Any], scheduler: Any) -> None:
+    update()
+    scheduler.step()
+    group["lr"] = 0.3 / (1 + scheduler.last_epoch)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [_before, _after, _for_one_update, _bounded, _bounded_behind_a_scheduler, _by_the_epoch],
+)
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_learning_rate_that_the_last_micro_batch_may_change(how: Any, k: int) -> None:
     def run(decorate: Any) -> list[Any]:
-        model, optimizer, x, y = _world()
-        if how == "by the optimizer":
-            optimizer = Counts(model.parameters(), lr=0.1)
+        model, _, x, y = _world()
+        optimizer = Counts(model.parameters(), lr=0.1)
+        scheduler = StepLR(optimizer, 1, 0.5)
         group = optimizer.param_groups[0]
 
         @decorate
         def step(x: torch.Tensor, y: torch.Tensor) -> None:
             F.cross_entropy(model(x), y).backward()
-            if how == "before" and oomkit.current().is_last:
-                group["lr"] *= 0.5
-            if how == "for one update":
-                group["lr"] *= 0.5
-            optimizer.step()
-            if how == "after" and oomkit.current().is_last:
-                group["lr"] *= 0.5
-            if how == "for one update":
-                group["lr"] *= 2
+            how(optimizer.step, group, scheduler)
 
-        for _ in range(2):
+        for _ in range(3):
             optimizer.zero_grad()
             step(x, y)
         return [group["lr"], group["weight_decay"], *_values(model)]
@@ -370,6 +412,26 @@ def test_a_learning_rate_that_the_last_micro_batch_may_change(how: str, k: int) 
     assert found[:2] == plain[:2]
     for a, b in zip(found[2:], plain[2:], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_learning_rate_may_go_by_a_scale_that_has_fallen() -> None:
+    def run(decorate: Any) -> float:
+        model, optimizer, x, y = _world()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+
+        @decorate
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            before = scaler.get_scale()
+            scaler.scale(F.cross_entropy(model(x), y) * 1e30).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() < before:
+                optimizer.param_groups[0]["lr"] *= 0.5
+
+        step(x, y)
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert run(lambda f: f) == run(lambda f: oomkit.auto_batch(f, accumulation_steps=2)) == 0.05
 
 
 def test_optimizer_in_a_gradient_hook_is_refused_while_split() -> None:
