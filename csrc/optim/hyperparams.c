@@ -282,7 +282,8 @@ refuse_moved(oomkit_call *call, PyObject *optimizer, PyObject *name)
     oomkit_raise(
         call->st->SplitError,
         "auto_batch cannot split this step: %R in the param_groups of %s was changed "
-        "in micro-batch %lld of %lld; set it outside the step, or guard the line with "
+        "in micro-batch %lld of %lld; set it outside the step, or behind the update "
+        "under "
         "`if oomkit.current().is_last:`" SEE("step-arguments"),
         name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut->at + 1),
         (long long)call->cut->count);
@@ -430,9 +431,7 @@ int
 oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer)
 {
     PyObject *name = NULL; /* borrowed */
-    int changed = call->is_last && call->sequence_waived
-                      ? 0 /* it has asked which one this is */
-                      : oomkit_hyperparams_changed(call, optimizer, &name);
+    int changed = oomkit_hyperparams_changed(call, optimizer, &name);
 
     return changed <= 0 ? changed : refuse_moved(call, optimizer, name);
 }

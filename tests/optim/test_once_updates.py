@@ -300,7 +300,7 @@ def test_a_learning_rate_of_a_counter_is_refused(how: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("where", ["before", "after", "between"])
+@pytest.mark.parametrize("where", ["before", "before, and it asks", "after", "between"])
 def test_a_learning_rate_that_the_last_micro_batch_alone_changes_is_refused(where: str) -> None:
     """By its rows, for all that anybody knows; behind the update it is said that this stands."""
     model, optimizer, x, y = _world()
@@ -317,7 +317,9 @@ def test_a_learning_rate_that_the_last_micro_batch_alone_changes_is_refused(wher
             scaler.step(optimizer)
         if loss.item() < last:
             optimizer.param_groups[0]["lr"] = 0.05
-        if where == "before":
+        if where == "before, and it asks":
+            assert oomkit.current().count == 2  # what for is not known
+        if where.startswith("before"):
             optimizer.step()
         if where == "between":
             other.step()
@@ -334,7 +336,7 @@ def test_a_learning_rate_that_the_last_micro_batch_alone_changes_is_refused(wher
     ) as caught:
         step(x, y)
     applied = any("it stands" in note for note in getattr(caught.value, "__notes__", []))
-    assert applied == (where != "before")
+    assert applied == (not where.startswith("before"))
     assert _same(before, _values(model)) != applied
 
 
@@ -345,12 +347,6 @@ class Counts(torch.optim.SGD):
         for group in self.param_groups:
             group["weight_decay"] += 0.1
         return super().step(closure)
-
-
-def _before(update: Callable[[], Any], group: dict[str, Any], scheduler: Any) -> None:
-    if oomkit.current().is_last:
-        group["lr"] *= 0.5
-    update()
 
 
 def _after(update: Callable[[], Any], group: dict[str, Any], scheduler: Any) -> None:
@@ -387,7 +383,7 @@ def _by_the_epoch(update: Callable[[], Any], group: dict[str, Any], scheduler: A
 
 @pytest.mark.parametrize(
     "how",
-    [_before, _after, _for_one_update, _bounded, _bounded_behind_a_scheduler, _by_the_epoch],
+    [_after, _for_one_update, _bounded, _bounded_behind_a_scheduler, _by_the_epoch],
 )
 @pytest.mark.parametrize("k", [2, 3])
 def test_a_learning_rate_that_the_last_micro_batch_may_change(how: Any, k: int) -> None:
