@@ -91,7 +91,7 @@ typedef struct oomkit_optimizer_mark {
     PyObject *optimizer;          /* owned until the end of the call */
     PyObject *state;              /* owned: optimizer.state */
     PyObject *groups;             /* owned: list of shallow copies of param_groups */
-    PyObject *attributes;         /* owned: its own ones (oomkit_own_attributes()) */
+    PyObject *attributes;         /* owned: its own ones (oomkit_own_taken()) */
     struct oomkit_layout *layout; /* owned memory: what the next two lie in */
     oomkit_state_item *items;     /* parameters and state values */
     PyObject **known;             /* owned: keys of state at the mark */

@@ -1,5 +1,6 @@
 /* Putting interceptors among the participants' own attributes, and taking them out. */
 #include "hook.h"
+#include "../optim/step_attributes.h"
 #include "../py/errors.h"
 #include "../undo/undo.h"
 
@@ -104,6 +105,29 @@ oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name)
     return Py_NewRef(interceptor);
 }
 
+/* A scheduler's methods. While the call is whole they are left alone where the object
+ * tells by itself whether its step() was made: two attributes to set and to take out
+ * cost a tenth of what a small step takes longer. */
+static int
+intercept_scheduler(oomkit_call *call, PyObject *target)
+{
+    const oomkit_owner_kind kind = OOMKIT_OWNER_SCHEDULER;
+    int marked = 0;
+
+    if (!call->hooked.for_split && !oomkit_call_is_replay(call) &&
+        !oomkit_ranks_agreed(call) && !call->options->optimizer_copy) {
+        marked = oomkit_scheduler_mark(call, target);
+    }
+    if (marked != 0) {
+        return marked < 0 ? -1 : 0;
+    }
+    return oomkit_intercept_one(call, target, kind, call->st->str_step) < 0 ||
+                   oomkit_intercept_one(call, target, kind, call->st->str_state_dict) <
+                       0
+               ? -1
+               : 0;
+}
+
 static int
 intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
 {
@@ -113,10 +137,7 @@ intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
     case OOMKIT_OWNER_OPTIMIZER:
         return oomkit_intercept_one(call, target, kind, st->str_step);
     case OOMKIT_OWNER_SCHEDULER:
-        return oomkit_intercept_one(call, target, kind, st->str_step) < 0 ||
-                       oomkit_intercept_one(call, target, kind, st->str_state_dict) < 0
-                   ? -1
-                   : 0;
+        return intercept_scheduler(call, target);
     case OOMKIT_OWNER_SCALER:
         return oomkit_intercept_one(call, target, kind, st->str_step) < 0 ||
                        oomkit_intercept_one(call, target, kind, st->str_update) < 0 ||
@@ -355,6 +376,19 @@ oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
     return 0;
 }
 
+/* Those that were left alone while the call was whole. 0 or -1. */
+static int
+intercept_schedulers(oomkit_call *call)
+{
+    EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
+        if (!is_intercepted(call, one.object) &&
+            intercept_scheduler(call, one.object) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* Before the first split attempt of a call. 0 or -1. */
 int
 oomkit_intercept_split(oomkit_call *call)
@@ -363,6 +397,9 @@ oomkit_intercept_split(oomkit_call *call)
         return 0;
     }
     call->hooked.for_split = 1;
+    if (intercept_schedulers(call) < 0) {
+        return -1;
+    }
     if (!call->st->withheld_ready) {
         OWNED PyObject *done = PyObject_CallNoArgs(call->st->accept_no_gradients);
         if (done == NULL) {

@@ -58,25 +58,7 @@ oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
 static int
 interceptor_versions_tell(const interceptor_object *self)
 {
-    oomkit_update_need *need = oomkit_update_need_of(self->call->parts, self->target);
-    OWNED PyObject *module = NULL;
-    const char *name;
-    int tell;
-
-    if (need != NULL && need->type == Py_TYPE(self->target)) {
-        return need->versions_tell;
-    }
-    module = PyObject_GetAttrString((PyObject *)Py_TYPE(self->target), "__module__");
-    name = module != NULL && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
-    tell = name != NULL && strncmp(name, "torch.optim", 11) == 0;
-    if (PyErr_Occurred()) {
-        oomkit_error_dismiss(); /* an unreadable name is not torch's */
-    }
-    if (need != NULL) {
-        need->type = Py_TYPE(self->target);
-        need->versions_tell = tell;
-    }
-    return tell;
+    return oomkit_owner_is_torchs(self->call->parts, self->target);
 }
 
 /* 1 something moved, 0 nothing did (what was replaced is put back), -1 error. */

@@ -9,6 +9,8 @@
 #include <internal/pycore_object.h>
 #include <internal/pycore_dict.h>
 
+#define PERTURB_SHIFT 5 /* as in dictobject.c */
+
 /* The array, or NULL where the object has none. */
 static PyObject **
 own_values(PyObject *object)
@@ -26,51 +28,43 @@ own_values(PyObject *object)
 #endif
 }
 
-/* Where the array has the value of a name, or NULL: its type has no such name. */
-static PyObject **
-own_place(PyObject *object, PyObject **values, PyObject *name)
+/* Where a type, which only ever gains names, has this one (a str with its hash), found
+ * as a dictionary finds it; -1: nowhere. */
+static Py_ssize_t
+type_index(PyTypeObject *type, PyObject *name)
 {
-    PyDictKeysObject *keys = ((PyHeapTypeObject *)Py_TYPE(object))->ht_cached_keys;
+    const PyDictKeysObject *keys = ((PyHeapTypeObject *)type)->ht_cached_keys;
+    const int8_t *indices = (const int8_t *)keys->dk_indices; /* few: a byte each */
     const PyDictUnicodeEntry *names = DK_UNICODE_ENTRIES(keys);
-    const Py_ssize_t count = keys->dk_nentries;
-    Py_ssize_t i = count;
-    Py_hash_t hash;
+    const Py_hash_t hash = ((PyASCIIObject *)name)->hash;
+    const size_t mask = ((size_t)1 << keys->dk_log2_size) - 1;
+    size_t perturb = (size_t)hash, i = perturb & mask;
 
-    while (i > 0) { /* from the last one: those that we set are */
-        if (names[--i].me_key == name) {
-            return &values[i];
+    for (; indices[i] != DKIX_EMPTY; i = (i * 5 + perturb + 1) & mask) {
+        PyObject *one = indices[i] < 0 ? NULL : names[indices[i]].me_key; /* borrowed */
+        if (one == name || /* names are interned, but by chance */
+            (one != NULL && ((PyASCIIObject *)one)->hash == hash &&
+             PyUnicode_Compare(one, name) == 0)) {
+            return indices[i];
         }
+        perturb >>= PERTURB_SHIFT;
     }
-    hash = PyObject_Hash(name);   /* a str: it cannot fail */
-    for (i = 0; i < count; i++) { /* names are interned, but by chance */
-        if (((PyASCIIObject *)names[i].me_key)->hash == hash &&
-            PyUnicode_Compare(names[i].me_key, name) == 0) {
-            return &values[i];
-        }
-    }
-    return NULL;
+    return -1;
 }
 
-/* Each of its names, with the value, in `pairs`: both borrowed. How many. */
-static int
-own_pairs(PyObject *object, PyObject **values, PyTypeObject *but,
-          PyObject *pairs[2 * SHARED_KEYS_MAX_SIZE])
+static Py_ssize_t
+type_count(PyTypeObject *type)
 {
-    PyDictKeysObject *keys = ((PyHeapTypeObject *)Py_TYPE(object))->ht_cached_keys;
-    const PyDictUnicodeEntry *names = DK_UNICODE_ENTRIES(keys);
-    int i, count = 0;
+    return ((PyHeapTypeObject *)type)->ht_cached_keys->dk_nentries;
+}
 
-    for (i = 0; i < keys->dk_nentries && i < SHARED_KEYS_MAX_SIZE; i++) {
-        if (values[i] != NULL && !Py_IS_TYPE(values[i], but)) {
-            pairs[2 * count] = names[i].me_key;
-            pairs[2 * count++ + 1] = values[i];
-        }
-    }
-    return count;
+/* Borrowed. */
+static PyObject *
+type_name(PyTypeObject *type, Py_ssize_t i)
+{
+    return DK_UNICODE_ENTRIES(((PyHeapTypeObject *)type)->ht_cached_keys)[i].me_key;
 }
 #else
-#define SHARED_KEYS_MAX_SIZE 1
-
 static PyObject **
 own_values(PyObject *object)
 {
@@ -78,36 +72,27 @@ own_values(PyObject *object)
     return NULL;
 }
 
-static PyObject **
-own_place(PyObject *object, PyObject **values, PyObject *name)
+static Py_ssize_t
+type_index(PyTypeObject *type, PyObject *name)
 {
-    (void)object, (void)values, (void)name;
-    return NULL;
+    (void)type, (void)name;
+    return -1;
 }
 
-static int
-own_pairs(PyObject *object, PyObject **values, PyTypeObject *but, PyObject *pairs[2])
+static Py_ssize_t
+type_count(PyTypeObject *type)
 {
-    (void)object, (void)values, (void)but, (void)pairs;
+    (void)type;
     return 0;
 }
-#endif
 
-/* The value that goes with a name among `count` pairs, borrowed; NULL. */
 static PyObject *
-pairs_find(PyObject *const *pairs, Py_ssize_t count, PyObject *name)
+type_name(PyTypeObject *type, Py_ssize_t i)
 {
-    Py_ssize_t i;
-
-    for (i = 0; i < count; i++) {
-        if (pairs[2 * i] == name ||
-            (PyUnicode_Check(pairs[2 * i]) && PyUnicode_Check(name) &&
-             PyUnicode_Compare(pairs[2 * i], name) == 0)) {
-            return pairs[2 * i + 1];
-        }
-    }
+    (void)type, (void)i;
     return NULL;
 }
+#endif
 
 PyObject *
 oomkit_own_attribute(PyObject *object, PyObject *name)
@@ -116,8 +101,8 @@ oomkit_own_attribute(PyObject *object, PyObject *name)
     OWNED PyObject *dict = NULL;
 
     if (values != NULL) {
-        PyObject **place = own_place(object, values, name);
-        return place == NULL ? NULL : Py_XNewRef(*place);
+        Py_ssize_t at = type_index(Py_TYPE(object), name);
+        return at < 0 ? NULL : Py_XNewRef(values[at]);
     }
     dict = PyObject_GenericGetDict(object, NULL);
     return dict == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(dict, name));
@@ -127,13 +112,13 @@ int
 oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
 {
     PyObject **values = own_values(object);
-    PyObject **place =
-        values != NULL && value != NULL ? own_place(object, values, name) : NULL;
+    Py_ssize_t at =
+        values != NULL && value != NULL ? type_index(Py_TYPE(object), name) : -1;
     PyObject *inherited; /* borrowed */
     OWNED PyObject *dict = NULL;
 
-    if (place != NULL && *place != NULL) { /* one in the place of another */
-        Py_SETREF(*place, Py_NewRef(value));
+    if (at >= 0 && values[at] != NULL) { /* one in the place of another */
+        Py_SETREF(values[at], Py_NewRef(value));
         return 0;
     }
     inherited = _PyType_Lookup(Py_TYPE(object), name);
@@ -146,43 +131,108 @@ oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
                            : PyDict_SetItem(dict, name, value);
 }
 
-PyObject *
-oomkit_own_attributes(PyObject *object, PyTypeObject *but)
+/* The type and the value of each of its names; `but` where there is none that is
+ * wanted. No names: nobody else reads those in the course of a step, and each would
+ * have to come from memory to be counted. */
+static PyObject *
+values_taken(PyObject *object, PyTypeObject *but)
 {
-    PyObject *pairs[2 * SHARED_KEYS_MAX_SIZE]; /* owned, then by the tuple */
+    PyTypeObject *type = Py_TYPE(object);
+    const Py_ssize_t count = type_count(type);
+    OWNED PyObject *made = PyTuple_New(count + 1); /* may run the collector */
     PyObject **values = own_values(object);
-    PyObject *made, *name, *value; /* owned, returned; the others borrowed */
-    Py_ssize_t i, count, at = 0;
-    OWNED PyObject *dict = NULL, *copy = NULL;
+    Py_ssize_t i;
 
-    if (values != NULL) {
-        count = own_pairs(object, values, but, pairs);
-        for (i = 0; i < 2 * count; i++) {
-            Py_INCREF(pairs[i]); /* the collector may run, and what it frees */
+    if (made == NULL) {
+        return NULL;
+    }
+    PyTuple_SET_ITEM(made, 0, Py_NewRef(type));
+    for (i = 0; i < count; i++) {
+        PyObject *value = values == NULL ? NULL : values[i]; /* borrowed */
+        if (value == NULL || Py_IS_TYPE(value, but)) {
+            value = (PyObject *)but;
         }
-        made = PyTuple_New(2 * count);
-        for (i = 0; i < 2 * count; i++) {
-            if (made != NULL) {
-                PyTuple_SET_ITEM(made, i, pairs[i]);
-            } else {
-                Py_DECREF(pairs[i]);
-            }
-        }
-        return made;
+        PyTuple_SET_ITEM(made, i + 1, Py_NewRef(value));
+    }
+    if (values == NULL || type != Py_TYPE(object) || type_count(type) != count) {
+        return oomkit_own_taken(object, but); /* what it freed has run code */
+    }
+    return STEAL(made);
+}
+
+PyObject *
+oomkit_own_taken(PyObject *object, PyTypeObject *but)
+{
+    OWNED PyObject *dict = NULL;
+
+    if (own_values(object) != NULL) {
+        return values_taken(object, but);
     }
     dict = PyObject_GenericGetDict(object, NULL);
-    copy = dict == NULL ? NULL : PyDict_Copy(dict);
-    made = copy == NULL ? NULL : PyTuple_New(2 * PyDict_GET_SIZE(copy));
-    for (i = 0; made != NULL && PyDict_Next(copy, &at, &name, &value); i += 2) {
-        PyTuple_SET_ITEM(made, i, Py_NewRef(name));
-        PyTuple_SET_ITEM(made, i + 1, Py_NewRef(value));
+    return dict == NULL ? NULL : PyDict_Copy(dict);
+}
+
+/* The next name and its value, both borrowed; *at begins with 0. */
+static int
+taken_next(PyObject *taken, const PyTypeObject *but, Py_ssize_t *at, PyObject **name,
+           PyObject **value)
+{
+    if (PyDict_Check(taken)) {
+        return PyDict_Next(taken, at, name, value);
+    }
+    while (++*at < PyTuple_GET_SIZE(taken)) {
+        *value = PyTuple_GET_ITEM(taken, *at);
+        if (*value != (const PyObject *)but) {
+            *name = type_name((PyTypeObject *)PyTuple_GET_ITEM(taken, 0), *at - 1);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+PyObject *
+oomkit_own_pairs(PyObject *taken, const PyTypeObject *but)
+{
+    PyObject *name, *value; /* borrowed */
+    Py_ssize_t count = 0, at = 0;
+    PyObject *made; /* owned, returned */
+
+    while (taken_next(taken, but, &at, &name, &value)) {
+        count++;
+    }
+    made = PyTuple_New(2 * count);
+    for (count = at = 0; made != NULL && taken_next(taken, but, &at, &name, &value);) {
+        PyTuple_SET_ITEM(made, count++, Py_NewRef(name));
+        PyTuple_SET_ITEM(made, count++, Py_NewRef(value));
     }
     return made;
 }
 
 PyObject *
-oomkit_own_among(PyObject *attributes, PyObject *name)
+oomkit_own_attributes(PyObject *object)
 {
-    return pairs_find(((PyTupleObject *)attributes)->ob_item,
-                      PyTuple_GET_SIZE(attributes) / 2, name);
+    PyTypeObject *const none = &PyClassMethodDescr_Type; /* nobody's attribute is one */
+    OWNED PyObject *taken = oomkit_own_taken(object, none);
+
+    return taken == NULL ? NULL : oomkit_own_pairs(taken, none);
+}
+
+PyObject *
+oomkit_own_among(PyObject *taken, const PyTypeObject *but, PyObject *name)
+{
+    PyObject *one, *value; /* borrowed */
+    Py_ssize_t at = 0;
+
+    if (PyDict_Check(taken)) { /* its keys may have an == of their own */
+        while (PyDict_Next(taken, &at, &one, &value)) {
+            if (PyUnicode_Check(one) && PyUnicode_Compare(one, name) == 0) {
+                return value;
+            }
+        }
+        return NULL;
+    }
+    at = type_index((PyTypeObject *)PyTuple_GET_ITEM(taken, 0), name) + 1;
+    value =
+        at == 0 || at >= PyTuple_GET_SIZE(taken) ? NULL : PyTuple_GET_ITEM(taken, at);
+    return value == (const PyObject *)but ? NULL : value;
 }

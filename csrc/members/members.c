@@ -237,7 +237,7 @@ parts_add_owner(oomkit_participants *parts, PyObject *object, oomkit_owner_kind 
 static int
 parts_add_generators(oomkit_state *st, oomkit_participants *parts, PyObject *module)
 {
-    OWNED PyObject *own = oomkit_own_attributes(module, NULL);
+    OWNED PyObject *own = oomkit_own_attributes(module);
     Py_ssize_t i;
 
     for (i = 1; own != NULL && i < PyTuple_GET_SIZE(own); i += 2) {
@@ -534,4 +534,34 @@ oomkit_pipeline_is(PyObject *object)
 
     return object_is_of(object, "_PipelineSchedule", package) ||
            object_is_of(object, "_PipelineStageBase", package);
+}
+
+/* Asked once per class: another one may be given to an object. */
+int
+oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object)
+{
+    oomkit_owner *owner = parts->owners, *const end = owner + parts->owner_count;
+    OWNED PyObject *module = NULL;
+    const char *name;
+    int is_torchs;
+
+    while (owner < end && ((owner->kind != OOMKIT_OWNER_OPTIMIZER &&
+                            owner->kind != OOMKIT_OWNER_SCHEDULER) ||
+                           PyWeakref_GET_OBJECT(owner->ref) != object)) {
+        owner++;
+    }
+    if (owner < end && owner->type == Py_TYPE(object)) {
+        return owner->is_torchs;
+    }
+    module = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__module__");
+    name = module != NULL && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
+    is_torchs = name != NULL && strncmp(name, "torch.optim", 11) == 0;
+    if (PyErr_Occurred()) {
+        oomkit_error_dismiss(); /* an unreadable name is not torch's */
+    }
+    if (owner < end) {
+        owner->type = Py_TYPE(object);
+        owner->is_torchs = is_torchs;
+    }
+    return is_torchs;
 }

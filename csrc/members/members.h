@@ -34,12 +34,10 @@ typedef struct oomkit_update_need {
     Py_ssize_t items; /* parameters and state values that the figures are of; 0: none */
     uint64_t roomy;   /* with so many bytes left nobody has to look closer */
     uint64_t peak;    /* measured above what was there before it; 0: not measured */
-    const PyTypeObject *type; /* borrowed, compared only: its class, and of that: */
-    int versions_tell;        /* what it writes shows in versions of tensors */
-    int failed;      /* it ran out of memory where it was to fit: so many in parts */
-    int near;        /* it was to fit, with less to spare than it needs */
-    int grads_out;   /* gradients are on the host from the beginning */
-    Py_ssize_t most; /* parameters of a part, after one of more had failed; 0: any */
+    int failed;       /* it ran out of memory where it was to fit: so many in parts */
+    int near;         /* it was to fit, with less to spare than it needs */
+    int grads_out;    /* gradients are on the host from the beginning */
+    Py_ssize_t most;  /* parameters of a part, after one of more had failed; 0: any */
     uint64_t
         slice_bytes; /* what is larger is updated by rows, so many bytes; 0: none */
 } oomkit_update_need;
@@ -60,6 +58,8 @@ typedef struct oomkit_kept {
 typedef struct oomkit_owner {
     PyObject *ref; /* owned: weak reference (a generator has none: a strong one) */
     oomkit_owner_kind kind;
+    const PyTypeObject *type; /* borrowed, compared only: its class, and of that: */
+    int is_torchs;            /* one of torch.optim */
     oomkit_update_need need;
     oomkit_kept kept;
 } oomkit_owner;
@@ -222,6 +222,10 @@ oomkit_update_need_of(const oomkit_participants *parts, const PyObject *optimize
     return owner == NULL ? NULL : &owner->need;
 }
 
+/* Is the class of an optimizer or a scheduler one of torch.optim? */
+int
+oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object);
+
 /* --- used between members.c, search.c and still_valid.c --- */
 
 /* Types that are never a participant and hold none; asked first, for they are most. */
@@ -266,14 +270,21 @@ oomkit_own_attribute(PyObject *object, PyObject *name);
 /* Sets it past the type's __setattr__ and properties; NULL takes it out. 0 or -1. */
 int
 oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value);
-/* All of them: a tuple of names, each with its value behind it. Values of a type that
- * nobody wants (or NULL) may be left out. New reference or NULL. */
+/* All of them: a tuple of names, each with its value behind it. New reference or NULL.
+ */
 PyObject *
-oomkit_own_attributes(PyObject *object, PyTypeObject *but);
-/* The value that goes with a name in such a tuple, borrowed; NULL, never with an
- * exception. */
+oomkit_own_attributes(PyObject *object);
+/* All of them as they are now, for oomkit_own_pairs(), at the least cost. `but`:
+ * a type whose instances are nobody's attributes, or may be left out; the same for all
+ * three. New reference or NULL. */
 PyObject *
-oomkit_own_among(PyObject *attributes, PyObject *name);
+oomkit_own_taken(PyObject *object, PyTypeObject *but);
+/* The same as oomkit_own_attributes() has it. New reference or NULL. */
+PyObject *
+oomkit_own_pairs(PyObject *taken, const PyTypeObject *but);
+/* The value that goes with a name, borrowed; NULL, never with an exception. */
+PyObject *
+oomkit_own_among(PyObject *taken, const PyTypeObject *but, PyObject *name);
 
 /* --- norms.c --- */
 /* OOMKIT_NORM_* of a module, 0 where it is no normalisation; -1. */

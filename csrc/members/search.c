@@ -68,7 +68,7 @@ search_renamed(oomkit_search *s, PyObject *value, int depth)
 int
 oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
 {
-    OWNED PyObject *own = oomkit_own_attributes(object, NULL), *ref = NULL;
+    OWNED PyObject *own = oomkit_own_attributes(object), *ref = NULL;
     Py_ssize_t i;
     int is_module = is_module_object(s, object);
 

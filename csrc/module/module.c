@@ -381,7 +381,7 @@ attributes_of(PyObject *object, PyObject *but)
     Py_ssize_t i;
 
     own = found == NULL || PyType_Check(object) ? NULL
-                                                : oomkit_own_attributes(object, NULL);
+                                                : oomkit_own_attributes(object);
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear(); /* slots alone */
     }

@@ -4,6 +4,7 @@
  * sum.
  */
 #include "optim.h"
+#include "step_attributes.h"
 #include "../call/step.h"
 #include "../py/errors.h"
 #include "../py/tensor.h"
@@ -128,13 +129,19 @@ int
 oomkit_update_committed(oomkit_call *call)
 {
     PyObject *exception; /* owned, given back */
-    int result;
+    int result = 0;
 
     if (call->updating.committed) {
         return 1;
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
-    result = oomkit_optimizers_any_moved(call);
+    if (!call->options->optimizer_copy) { /* else each is intercepted */
+        result = oomkit_scheduler_has_stepped(call);
+        call->updating.committed = result == 1; /* the mark may be taken anew */
+    }
+    if (result == 0) {
+        result = oomkit_optimizers_any_moved(call);
+    }
     if (exception != NULL) {
         if (result < 0) {
             oomkit_error_unraised(

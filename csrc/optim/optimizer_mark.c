@@ -399,7 +399,7 @@ mark_fill(oomkit_call *call, PyObject *optimizer, oomkit_optimizer_mark *mark)
     memset(mark, 0, sizeof(*mark));
     mark->optimizer = Py_NewRef(optimizer);
     mark->attributes =
-        oomkit_own_attributes(optimizer, (PyTypeObject *)st->interceptor_type);
+        oomkit_own_taken(optimizer, (PyTypeObject *)st->interceptor_type);
     groups = mark->attributes == NULL
                  ? NULL
                  : oomkit_optimizer_attribute(optimizer, st->str_param_groups);

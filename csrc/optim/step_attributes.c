@@ -71,6 +71,44 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
 }
 
 int
+oomkit_scheduler_has_stepped(const oomkit_call *call)
+{
+    const PyTypeObject *ours = (PyTypeObject *)call->st->interceptor_type;
+    PyObject *name = call->st->str__last_lr; /* borrowed */
+
+    EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
+        PyObject *saved = /* borrowed from the memo */
+            oomkit_memo_find(call->entry.owners.attributes, one.object);
+        if (saved != NULL) {
+            OWNED PyObject *now = oomkit_own_attribute(one.object, name);
+            if (now == NULL && PyErr_Occurred()) {
+                return -1;
+            }
+            if (now != oomkit_own_among(saved, ours, name)) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler)
+{
+    const PyTypeObject *ours = (PyTypeObject *)call->st->interceptor_type;
+    PyObject *saved; /* borrowed from the memo */
+
+    if (!oomkit_owner_is_torchs(call->parts, scheduler)) {
+        return 0;
+    }
+    if (oomkit_attributes_mark(call, scheduler) < 0) {
+        return -1;
+    }
+    saved = oomkit_memo_find(call->entry.owners.attributes, scheduler);
+    return oomkit_own_among(saved, ours, call->st->str_step) == NULL;
+}
+
+int
 oomkit_attributes_mark(oomkit_call *call, PyObject *object)
 {
     OWNED PyObject *saved = NULL;
@@ -82,7 +120,7 @@ oomkit_attributes_mark(oomkit_call *call, PyObject *object)
             return result < 0 ? -1 : 0;
         }
     }
-    saved = oomkit_own_attributes(object, (PyTypeObject *)call->st->interceptor_type);
+    saved = oomkit_own_taken(object, (PyTypeObject *)call->st->interceptor_type);
     if (saved == NULL || oomkit_attributes_note(call, object, saved) < 0) {
         return -1;
     }
@@ -110,23 +148,25 @@ attribute_put(const oomkit_state *st, PyObject *object, PyObject *name, PyObject
 int
 oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
 {
-    OWNED PyObject *now = oomkit_own_attributes(object, NULL);
+    const PyTypeObject *ours = (PyTypeObject *)st->interceptor_type;
+    OWNED PyObject *now = oomkit_own_attributes(object);
+    OWNED PyObject *were = now == NULL ? NULL : oomkit_own_pairs(saved, ours);
     Py_ssize_t i;
 
-    for (i = 0; now != NULL && i < PyTuple_GET_SIZE(now); i += 2) {
+    for (i = 0; were != NULL && i < PyTuple_GET_SIZE(now); i += 2) {
         PyObject *name = PyTuple_GET_ITEM(now, i); /* borrowed */
-        if (oomkit_own_among(saved, name) == NULL &&
+        if (oomkit_own_among(saved, ours, name) == NULL &&
             attribute_put(st, object, name, NULL) < 0) {
             return -1;
         }
     }
-    for (i = 0; now != NULL && i < PyTuple_GET_SIZE(saved); i += 2) {
-        if (attribute_put(st, object, PyTuple_GET_ITEM(saved, i),
-                          PyTuple_GET_ITEM(saved, i + 1)) < 0) {
+    for (i = 0; were != NULL && i < PyTuple_GET_SIZE(were); i += 2) {
+        if (attribute_put(st, object, PyTuple_GET_ITEM(were, i),
+                          PyTuple_GET_ITEM(were, i + 1)) < 0) {
             return -1;
         }
     }
-    return now == NULL ? -1 : 0;
+    return were == NULL ? -1 : 0;
 }
 
 int

@@ -4,7 +4,7 @@
 
 #include "../call/call_types.h"
 
-/* What oomkit_own_attributes() has told is what the object has: new attributes go,
+/* What oomkit_own_taken() has told is what the object has: new attributes go,
  * others have their value again. Can be done again. 0 or -1. */
 int
 oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved);
@@ -14,6 +14,16 @@ oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
  * steps. 0 or -1. */
 int
 oomkit_attributes_mark(oomkit_call *call, PyObject *object);
+
+/* Marks a scheduler whose step() need not be intercepted to know that it was made, for
+ * it ends with a new list `_last_lr`, as each one of torch does. 1; 0: it is another
+ * one; -1. */
+int
+oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler);
+
+/* Has one that is marked made a step() since then? 1, 0 or -1. */
+int
+oomkit_scheduler_has_stepped(const oomkit_call *call);
 
 /* The same of an optimizer, with what was told of it. */
 int

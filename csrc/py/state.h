@@ -98,6 +98,7 @@
     X(str_per_optimizer_states, "_per_optimizer_states")                               \
     X(str_zero_grad, "zero_grad")                                                      \
     X(str__schedulers, "_schedulers")                                                  \
+    X(str__last_lr, "_last_lr")                                                        \
     X(str_update_parameters, "update_parameters")                                      \
     X(str_cpu, "cpu")                                                                  \
     X(str_closure, "__closure__")                                                      \

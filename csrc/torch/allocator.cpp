@@ -178,8 +178,10 @@ struct BudgetAllocator final : c10::Allocator {
         if (nbytes == 0) {
             return {nullptr, nullptr, &release_block, cpu};
         }
+        const int *const depth =
+            &exempt_depth; // asked for once: it names the thread, too
         const bool counted =
-            exempt_depth == 0 && exempt_threads.load(std::memory_order_relaxed) == 0;
+            *depth == 0 && exempt_threads.load(std::memory_order_relaxed) == 0;
         const uint64_t used_after = counted ? admit(nbytes) : admit_own(nbytes);
         void *data;
         try {
@@ -193,7 +195,7 @@ struct BudgetAllocator final : c10::Allocator {
         }
         if (counted) {
             allocations.fetch_add(1, std::memory_order_relaxed);
-            oomkit_peak_note(counters.peak, used_after, &exempt_depth);
+            oomkit_peak_note(counters.peak, used_after, depth);
         }
         return {data, data, &release_block, cpu};
     }

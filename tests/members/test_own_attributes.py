@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import sys
 
 import pytest
@@ -104,6 +105,34 @@ def test_a_property_of_the_name_of_a_method_is_not_set():
     oomkit.auto_batch(trainer.step)(torch.ones(8, 4))
     assert trainer.scheduler.last_epoch == 1
     assert "step" not in vars(trainer.scheduler)
+
+
+def of_a_class_of_its_own(numbers: random.Random) -> bool:
+    """Does a call leave the optimizer's step() in place, having called it?"""
+
+    class Many(torch.optim.SGD):
+        """Its objects share names that no other class has."""
+
+    model = nn.Linear(2, 2)
+    optimizer = Many(model.parameters(), lr=0.1)
+    for _ in range(numbers.randrange(10)):
+        setattr(optimizer, f"x{numbers.randrange(10**6)}", None)
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    wrapper = optimizer.step
+
+    @oomkit.auto_batch
+    def step(batch):
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    step(torch.ones(2, 2))
+    return optimizer.step is wrapper and optimizer._opt_called  # the wrapper sets it
+
+
+def test_a_method_is_found_wherever_the_names_of_its_class_put_it():
+    """They are looked up as a dictionary does; what is set in its place shows where it was."""
+    numbers = random.Random(20261129)
+    assert all(of_a_class_of_its_own(numbers) for _ in range(150))
 
 
 def test_names_and_values_are_told_wherever_they_lie():

@@ -14,6 +14,23 @@ MUTANTS = [
         ("optim/test_once_schedulers.py::test_schedulers_step_once",),
     ),
     Mutant(
+        "schedulers-are-left-alone",
+        "what was not intercepted while the call was whole is, once it is split",
+        "csrc/hook/install.c",
+        "    if (intercept_schedulers(call) < 0) {",
+        "    if (0) {",
+        ("optim/test_once_schedulers.py::test_schedulers_step_once",),
+    ),
+    Mutant(
+        "schedulers-steps-unseen",
+        "what a scheduler has moved on is not repeated, where nobody saw its step()",
+        "csrc/optim/after_update.c",
+        "        result = oomkit_scheduler_has_stepped(call);",
+        "        result = 0;",
+        ("optim/test_once_schedulers.py::"
+         "test_a_scheduler_that_has_stepped_is_not_stepped_again",),
+    ),
+    Mutant(
         "interceptors-stay",
         "after the call no interceptor is left in an optimizer, scheduler or scaler",
         "csrc/hook/install.c",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.seen import Seen
 from torch import nn
 from torch.optim import lr_scheduler as sched
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -113,6 +114,57 @@ def test_schedulers_step_once(name: str) -> None:
     got_rates, got, _ = _run(3, BUILDERS[name], _plain)
     assert got_rates == rates and len(set(rates)) > 1
     assert _close(params, got)
+
+
+def _patched(optimizer: Any) -> Any:
+    scheduler = sched.StepLR(optimizer, 1, 0.5)
+    step = scheduler.step
+    scheduler.step = lambda: step()  # type: ignore[method-assign]
+    return scheduler
+
+
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    **BUILDERS,
+    "step": lambda o: sched.StepLR(o, 1, 0.5),
+    "plateau": lambda o: sched.ReduceLROnPlateau(o, patience=0),
+    "warm restarts": lambda o: sched.CosineAnnealingWarmRestarts(o, 3),
+    "with a step of its own": _patched,
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_scheduler_that_has_stepped_is_not_stepped_again(name: str, fails: bool) -> None:
+    """While the call is whole only those that do not show it are intercepted."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    scheduler, plain = WHOLE[name](optimizer), WHOLE[name](other)
+    intercepted: Seen[bool] = Seen()
+
+    def advance(one: Any) -> None:
+        one.step(1.0) if name == "plateau" else one.step()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        intercepted.append(type(vars(scheduler).get("step", 0)).__name__ == "_Interceptor")
+        advance(scheduler)
+        (x @ optimizer.param_groups[0]["params"][0]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(3):
+        advance(plain)
+        if fails and number == 2:
+            oom = inject_oom(phase="backward")
+            with oom, pytest.raises(oomkit.PartialUpdate):
+                step(torch.ones(4, 3))
+            assert oom.fired
+        else:
+            step(torch.ones(4, 3))
+        assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+        assert scheduler.state_dict().get("last_epoch") == plain.state_dict().get("last_epoch")
+    own = name in ("lambda subclass", "with a step of its own")
+    assert list(intercepted) == [own] * 3
 
 
 @pytest.mark.parametrize("where", ["list", "dict", "dataclass", "nested"])
