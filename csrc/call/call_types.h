@@ -240,8 +240,9 @@ typedef struct oomkit_hooked {
     oomkit_interception *items;
     int count;
     Py_ssize_t room;
-    int for_split; /* what only a split call intercepts is in place */
-    int syncs;     /* accelerator.accumulate() entered in this micro-batch */
+    int schedulers; /* all of them are, also those of torch */
+    int for_split;  /* what only a split call intercepts is in place */
+    int syncs;      /* accelerator.accumulate() entered in this micro-batch */
 } oomkit_hooked;
 
 /* optim: arguments of schedulers, per micro-batch. */

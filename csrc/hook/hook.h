@@ -43,6 +43,10 @@ int
 oomkit_intercept_install(oomkit_call *call);
 void
 oomkit_intercept_remove(oomkit_call *call);
+/* Before any attempt but the caller's own one: also the schedulers that were left alone
+ * in that one. 0 or -1. */
+int
+oomkit_intercept_schedulers(oomkit_call *call);
 int
 oomkit_intercept_split(oomkit_call *call);
 /* A plain interceptor in a copy of a participant, until the call ends. New reference.

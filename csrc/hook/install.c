@@ -105,16 +105,16 @@ oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name)
     return Py_NewRef(interceptor);
 }
 
-/* A scheduler's methods. While the call is whole they are left alone where the object
- * tells by itself whether its step() was made: two attributes to set and to take out
- * cost a tenth of what a small step takes longer. */
+/* A scheduler's methods. At the first try they are left alone where the object tells by
+ * itself whether its step() was made: two attributes to set and to take out cost a
+ * tenth of what a small step takes longer. */
 static int
 intercept_scheduler(oomkit_call *call, PyObject *target)
 {
     const oomkit_owner_kind kind = OOMKIT_OWNER_SCHEDULER;
     int marked = 0;
 
-    if (!call->hooked.for_split && !oomkit_call_is_replay(call) &&
+    if (!call->hooked.schedulers && !oomkit_call_is_replay(call) &&
         !oomkit_ranks_agreed(call) && !call->options->optimizer_copy) {
         marked = oomkit_scheduler_mark(call, target);
     }
@@ -220,6 +220,22 @@ is_intercepted(const oomkit_call *call, const PyObject *target)
     for (i = 0; i < call->hooked.count; i++) {
         if (call->hooked.items[i].target == target) {
             return 1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_intercept_schedulers(oomkit_call *call)
+{
+    if (call->hooked.schedulers) {
+        return 0;
+    }
+    call->hooked.schedulers = 1;
+    EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
+        if (!is_intercepted(call, one.object) &&
+            intercept_scheduler(call, one.object) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -376,19 +392,6 @@ oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r)
     return 0;
 }
 
-/* Those that were left alone while the call was whole. 0 or -1. */
-static int
-intercept_schedulers(oomkit_call *call)
-{
-    EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
-        if (!is_intercepted(call, one.object) &&
-            intercept_scheduler(call, one.object) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* Before the first split attempt of a call. 0 or -1. */
 int
 oomkit_intercept_split(oomkit_call *call)
@@ -397,9 +400,6 @@ oomkit_intercept_split(oomkit_call *call)
         return 0;
     }
     call->hooked.for_split = 1;
-    if (intercept_schedulers(call) < 0) {
-        return -1;
-    }
     if (!call->st->withheld_ready) {
         OWNED PyObject *done = PyObject_CallNoArgs(call->st->accept_no_gradients);
         if (done == NULL) {

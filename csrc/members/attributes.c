@@ -121,8 +121,9 @@ oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
         Py_SETREF(values[at], Py_NewRef(value));
         return 0;
     }
-    inherited = _PyType_Lookup(Py_TYPE(object), name);
-    if (inherited == NULL || Py_TYPE(inherited)->tp_descr_set == NULL) {
+    inherited = PyUnicode_Check(name) ? _PyType_Lookup(Py_TYPE(object), name) : NULL;
+    if (PyUnicode_Check(name) &&
+        (inherited == NULL || Py_TYPE(inherited)->tp_descr_set == NULL)) {
         return PyObject_GenericSetAttr(object, name, value);
     }
     dict = PyObject_GenericGetDict(object, NULL); /* a property must not be set */
@@ -131,9 +132,14 @@ oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
                            : PyDict_SetItem(dict, name, value);
 }
 
-/* The type and the value of each of its names; `but` where there is none that is
- * wanted. No names: nobody else reads those in the course of a step, and each would
- * have to come from memory to be counted. */
+/* Stands where an object has no value: nobody else has it. */
+static struct {
+    PyObject_HEAD
+} no_value = {PyObject_HEAD_INIT(&PyBaseObject_Type)};
+static PyObject *const nothing = (PyObject *)&no_value;
+
+/* The type and the value of each of its names. No names: nobody else reads those in the
+ * course of a step, and each would have to come from memory to be counted. */
 static PyObject *
 values_taken(PyObject *object, PyTypeObject *but)
 {
@@ -150,7 +156,7 @@ values_taken(PyObject *object, PyTypeObject *but)
     for (i = 0; i < count; i++) {
         PyObject *value = values == NULL ? NULL : values[i]; /* borrowed */
         if (value == NULL || Py_IS_TYPE(value, but)) {
-            value = (PyObject *)but;
+            value = nothing;
         }
         PyTuple_SET_ITEM(made, i + 1, Py_NewRef(value));
     }
@@ -174,15 +180,14 @@ oomkit_own_taken(PyObject *object, PyTypeObject *but)
 
 /* The next name and its value, both borrowed; *at begins with 0. */
 static int
-taken_next(PyObject *taken, const PyTypeObject *but, Py_ssize_t *at, PyObject **name,
-           PyObject **value)
+taken_next(PyObject *taken, Py_ssize_t *at, PyObject **name, PyObject **value)
 {
     if (PyDict_Check(taken)) {
         return PyDict_Next(taken, at, name, value);
     }
     while (++*at < PyTuple_GET_SIZE(taken)) {
         *value = PyTuple_GET_ITEM(taken, *at);
-        if (*value != (const PyObject *)but) {
+        if (*value != nothing) {
             *name = type_name((PyTypeObject *)PyTuple_GET_ITEM(taken, 0), *at - 1);
             return 1;
         }
@@ -191,17 +196,17 @@ taken_next(PyObject *taken, const PyTypeObject *but, Py_ssize_t *at, PyObject **
 }
 
 PyObject *
-oomkit_own_pairs(PyObject *taken, const PyTypeObject *but)
+oomkit_own_pairs(PyObject *taken)
 {
     PyObject *name, *value; /* borrowed */
     Py_ssize_t count = 0, at = 0;
     PyObject *made; /* owned, returned */
 
-    while (taken_next(taken, but, &at, &name, &value)) {
+    while (taken_next(taken, &at, &name, &value)) {
         count++;
     }
     made = PyTuple_New(2 * count);
-    for (count = at = 0; made != NULL && taken_next(taken, but, &at, &name, &value);) {
+    for (count = at = 0; made != NULL && taken_next(taken, &at, &name, &value);) {
         PyTuple_SET_ITEM(made, count++, Py_NewRef(name));
         PyTuple_SET_ITEM(made, count++, Py_NewRef(value));
     }
@@ -211,28 +216,28 @@ oomkit_own_pairs(PyObject *taken, const PyTypeObject *but)
 PyObject *
 oomkit_own_attributes(PyObject *object)
 {
-    PyTypeObject *const none = &PyClassMethodDescr_Type; /* nobody's attribute is one */
-    OWNED PyObject *taken = oomkit_own_taken(object, none);
+    OWNED PyObject *taken = oomkit_own_taken(object, NULL);
 
-    return taken == NULL ? NULL : oomkit_own_pairs(taken, none);
+    return taken == NULL ? NULL : oomkit_own_pairs(taken);
 }
 
 PyObject *
-oomkit_own_among(PyObject *taken, const PyTypeObject *but, PyObject *name)
+oomkit_own_among(PyObject *taken, PyObject *name)
 {
     PyObject *one, *value; /* borrowed */
     Py_ssize_t at = 0;
 
-    if (PyDict_Check(taken)) { /* its keys may have an == of their own */
-        while (PyDict_Next(taken, &at, &one, &value)) {
-            if (PyUnicode_Check(one) && PyUnicode_Compare(one, name) == 0) {
-                return value;
-            }
-        }
-        return NULL;
+    if (PyTuple_Check(taken) && PyUnicode_CheckExact(name)) {
+        at = type_index((PyTypeObject *)PyTuple_GET_ITEM(taken, 0), name) + 1;
+        value = at == 0 || at >= PyTuple_GET_SIZE(taken) ? nothing
+                                                         : PyTuple_GET_ITEM(taken, at);
+        return value == nothing ? NULL : value;
     }
-    at = type_index((PyTypeObject *)PyTuple_GET_ITEM(taken, 0), name) + 1;
-    value =
-        at == 0 || at >= PyTuple_GET_SIZE(taken) ? NULL : PyTuple_GET_ITEM(taken, at);
-    return value == (const PyObject *)but ? NULL : value;
+    while (taken_next(taken, &at, &one, &value)) { /* a key may have an == of its own */
+        if (one == name || (PyUnicode_Check(one) && PyUnicode_Check(name) &&
+                            PyUnicode_Compare(one, name) == 0)) {
+            return value;
+        }
+    }
+    return NULL;
 }

@@ -536,13 +536,34 @@ oomkit_pipeline_is(PyObject *object)
            object_is_of(object, "_PipelineStageBase", package);
 }
 
+/* Is this a `__module__` of torch.optim? Keeps no exception. */
+static int
+module_is_torchs(PyObject *module)
+{
+    const char *name =
+        module != NULL && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
+
+    if (PyErr_Occurred()) {
+        oomkit_error_dismiss(); /* an unreadable name is not torch's */
+    }
+    return name != NULL && strncmp(name, "torch.optim", 11) == 0;
+}
+
+int
+oomkit_method_is_torchs(PyObject *object, PyObject *name)
+{
+    PyObject *method = _PyType_Lookup(Py_TYPE(object), name); /* borrowed */
+
+    return method != NULL && PyFunction_Check(method) &&
+           module_is_torchs(PyFunction_GET_MODULE(method));
+}
+
 /* Asked once per class: another one may be given to an object. */
 int
 oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object)
 {
     oomkit_owner *owner = parts->owners, *const end = owner + parts->owner_count;
     OWNED PyObject *module = NULL;
-    const char *name;
     int is_torchs;
 
     while (owner < end && ((owner->kind != OOMKIT_OWNER_OPTIMIZER &&
@@ -554,11 +575,7 @@ oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object)
         return owner->is_torchs;
     }
     module = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__module__");
-    name = module != NULL && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
-    is_torchs = name != NULL && strncmp(name, "torch.optim", 11) == 0;
-    if (PyErr_Occurred()) {
-        oomkit_error_dismiss(); /* an unreadable name is not torch's */
-    }
+    is_torchs = module_is_torchs(module);
     if (owner < end) {
         owner->type = Py_TYPE(object);
         owner->is_torchs = is_torchs;

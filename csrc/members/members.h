@@ -225,6 +225,9 @@ oomkit_update_need_of(const oomkit_participants *parts, const PyObject *optimize
 /* Is the class of an optimizer or a scheduler one of torch.optim? */
 int
 oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object);
+/* Was the method that its class has of this name written there? */
+int
+oomkit_method_is_torchs(PyObject *object, PyObject *name);
 
 /* --- used between members.c, search.c and still_valid.c --- */
 
@@ -274,17 +277,16 @@ oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value);
  */
 PyObject *
 oomkit_own_attributes(PyObject *object);
-/* All of them as they are now, for oomkit_own_pairs(), at the least cost. `but`:
- * a type whose instances are nobody's attributes, or may be left out; the same for all
- * three. New reference or NULL. */
+/* All of them as they are now, for the next two, at the least cost; values of a type
+ * that nobody wants (or NULL) may be left out. New reference or NULL. */
 PyObject *
 oomkit_own_taken(PyObject *object, PyTypeObject *but);
-/* The same as oomkit_own_attributes() has it. New reference or NULL. */
+/* As oomkit_own_attributes() has them. New reference or NULL. */
 PyObject *
-oomkit_own_pairs(PyObject *taken, const PyTypeObject *but);
+oomkit_own_pairs(PyObject *taken);
 /* The value that goes with a name, borrowed; NULL, never with an exception. */
 PyObject *
-oomkit_own_among(PyObject *taken, const PyTypeObject *but, PyObject *name);
+oomkit_own_among(PyObject *taken, PyObject *name);
 
 /* --- norms.c --- */
 /* OOMKIT_NORM_* of a module, 0 where it is no normalisation; -1. */

@@ -70,23 +70,32 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
     return 0;
 }
 
+/* Has an attribute of an object another value than when it was marked? 1, 0 or -1. */
+static int
+attribute_differs(PyObject *object, PyObject *saved, PyObject *name)
+{
+    OWNED PyObject *now = oomkit_own_attribute(object, name);
+
+    return now == NULL && PyErr_Occurred() ? -1 : now != oomkit_own_among(saved, name);
+}
+
 int
 oomkit_scheduler_has_stepped(const oomkit_call *call)
 {
-    const PyTypeObject *ours = (PyTypeObject *)call->st->interceptor_type;
-    PyObject *name = call->st->str__last_lr; /* borrowed */
+    const oomkit_state *st = call->st;
+    int stepped = 0;
 
     EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
         PyObject *saved = /* borrowed from the memo */
             oomkit_memo_find(call->entry.owners.attributes, one.object);
         if (saved != NULL) {
-            OWNED PyObject *now = oomkit_own_attribute(one.object, name);
-            if (now == NULL && PyErr_Occurred()) {
-                return -1;
-            }
-            if (now != oomkit_own_among(saved, ours, name)) {
-                return 1;
-            }
+            stepped = attribute_differs(one.object, saved, st->str__last_lr);
+        }
+        if (stepped > 0) { /* or somebody has set it, or loaded a state of now */
+            stepped = attribute_differs(one.object, saved, st->str_last_epoch);
+        }
+        if (stepped != 0) {
+            return stepped;
         }
     }
     return 0;
@@ -95,17 +104,19 @@ oomkit_scheduler_has_stepped(const oomkit_call *call)
 int
 oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler)
 {
-    const PyTypeObject *ours = (PyTypeObject *)call->st->interceptor_type;
+    const oomkit_state *st = call->st;
     PyObject *saved; /* borrowed from the memo */
 
-    if (!oomkit_owner_is_torchs(call->parts, scheduler)) {
+    if (!oomkit_owner_is_torchs(call->parts, scheduler) ||
+        !oomkit_method_is_torchs(scheduler, st->str_step)) {
         return 0;
     }
     if (oomkit_attributes_mark(call, scheduler) < 0) {
         return -1;
     }
     saved = oomkit_memo_find(call->entry.owners.attributes, scheduler);
-    return oomkit_own_among(saved, ours, call->st->str_step) == NULL;
+    return oomkit_own_among(saved, st->str_step) == NULL && /* what it steps may be */
+           oomkit_own_among(saved, st->str__schedulers) == NULL; /* anybody's */
 }
 
 int
@@ -148,14 +159,13 @@ attribute_put(const oomkit_state *st, PyObject *object, PyObject *name, PyObject
 int
 oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
 {
-    const PyTypeObject *ours = (PyTypeObject *)st->interceptor_type;
     OWNED PyObject *now = oomkit_own_attributes(object);
-    OWNED PyObject *were = now == NULL ? NULL : oomkit_own_pairs(saved, ours);
+    OWNED PyObject *were = now == NULL ? NULL : oomkit_own_pairs(saved);
     Py_ssize_t i;
 
     for (i = 0; were != NULL && i < PyTuple_GET_SIZE(now); i += 2) {
         PyObject *name = PyTuple_GET_ITEM(now, i); /* borrowed */
-        if (oomkit_own_among(saved, ours, name) == NULL &&
+        if (oomkit_own_among(saved, name) == NULL &&
             attribute_put(st, object, name, NULL) < 0) {
             return -1;
         }

@@ -16,8 +16,8 @@ int
 oomkit_attributes_mark(oomkit_call *call, PyObject *object);
 
 /* Marks a scheduler whose step() need not be intercepted to know that it was made, for
- * it ends with a new list `_last_lr`, as each one of torch does. 1; 0: it is another
- * one; -1. */
+ * it ends with a new list `_last_lr` and another epoch, as each one of torch does. 1;
+ * 0: it is another one; -1. */
 int
 oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler);
 

@@ -99,6 +99,7 @@
     X(str_zero_grad, "zero_grad")                                                      \
     X(str__schedulers, "_schedulers")                                                  \
     X(str__last_lr, "_last_lr")                                                        \
+    X(str_last_epoch, "last_epoch")                                                    \
     X(str_update_parameters, "update_parameters")                                      \
     X(str_cpu, "cpu")                                                                  \
     X(str_closure, "__closure__")                                                      \

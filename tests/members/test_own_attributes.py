@@ -97,6 +97,25 @@ def test_an_attribute_that_a_failed_update_has_left_goes_again(asked):
     assert optimizer.tries == 2
 
 
+@pytest.mark.parametrize("when", ["before", "in the step"])
+def test_names_that_are_no_strings_are_left_alone(when):
+    trainer = Trainer()
+    if when == "before":
+        vars(trainer.scheduler)[7] = vars(trainer.optimizer)[7] = "kept"
+
+    def step(batch):
+        if when == "in the step":
+            vars(trainer.scheduler)[3.5] = vars(trainer.optimizer)[3.5] = "new"
+        return trainer.step(batch)
+
+    for phase in ("backward", "optimizer"):
+        with testing.inject_oom(phase=phase) as failing:
+            oomkit.auto_batch(step, optimizer=trainer.optimizer)(torch.ones(8, 4))
+        assert failing.fired
+    assert trainer.scheduler.last_epoch == 2
+    assert vars(trainer.scheduler).get(7) == ("kept" if when == "before" else None)
+
+
 def test_a_property_of_the_name_of_a_method_is_not_set():
     class Scheduler(torch.optim.lr_scheduler.StepLR):
         step = property(lambda self: functools.partial(torch.optim.lr_scheduler.StepLR.step, self))

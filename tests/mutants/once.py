@@ -15,11 +15,11 @@ MUTANTS = [
     ),
     Mutant(
         "schedulers-are-left-alone",
-        "what was not intercepted while the call was whole is, once it is split",
-        "csrc/hook/install.c",
-        "    if (intercept_schedulers(call) < 0) {",
-        "    if (0) {",
-        ("optim/test_once_schedulers.py::test_schedulers_step_once",),
+        "what was left alone in the caller's own try is intercepted in every later one",
+        "csrc/engine/attempt.c",
+        "    if (oomkit_intercept_schedulers(call) < 0 || ",
+        "    if (",
+        ("optim/test_once_schedulers.py::test_runs_that_prove_a_split_step_no_scheduler",),
     ),
     Mutant(
         "schedulers-steps-unseen",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,29 @@ def test_schedulers_step_once(name: str) -> None:
     assert _close(params, got)
 
 
+class InPlace(sched.LRScheduler):
+    """Its step() leaves the list of rates where it is."""
+
+    def get_lr(self) -> list[Any]:
+        return [0.5 * group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        if not hasattr(self, "_last_lr"):
+            sched.LRScheduler.step(self)
+            return
+        self.last_epoch += 1
+        for i, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = self._last_lr[i] = self.get_lr()[i]
+
+
+class Rewritten(sched.StepLR):
+    """Stands for a class of torch that somebody has given another step()."""
+
+    __module__ = sched.__name__
+    step = InPlace.step  # type: ignore[assignment]
+    get_lr = InPlace.get_lr
+
+
 def _patched(optimizer: Any) -> Any:
     scheduler = sched.StepLR(optimizer, 1, 0.5)
     step = scheduler.step
@@ -129,7 +153,11 @@ WHOLE: dict[str, Callable[[Any], Any]] = {
     "plateau": lambda o: sched.ReduceLROnPlateau(o, patience=0),
     "warm restarts": lambda o: sched.CosineAnnealingWarmRestarts(o, 3),
     "with a step of its own": _patched,
+    "sequence of others": lambda o: sched.SequentialLR(o, [InPlace(o), InPlace(o)], [50]),
+    "rewritten": lambda o: Rewritten(o, 1),
 }
+PLAIN = {"one cycle", "step", "plateau", "warm restarts"}
+"""Whose attributes show that they have stepped."""
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -163,8 +191,61 @@ def test_a_scheduler_that_has_stepped_is_not_stepped_again(name: str, fails: boo
             step(torch.ones(4, 3))
         assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
         assert scheduler.state_dict().get("last_epoch") == plain.state_dict().get("last_epoch")
-    own = name in ("lambda subclass", "with a step of its own")
-    assert list(intercepted) == [own] * 3
+    assert list(intercepted) == [name not in PLAIN] * 3
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("how", ["asked", "after an error", "each fails"])
+def test_runs_that_prove_a_split_step_no_scheduler(name: str, how: str) -> None:
+    torch.manual_seed(SEED)
+    model = DoubleMLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    scheduler, plain = WHOLE[name](optimizer), WHOLE[name](other)
+
+    def advance(one: Any) -> None:
+        one.step(1.0) if name == "plateau" else one.step()
+
+    @oomkit.auto_batch(accumulation_steps=2 if how == "asked" else 1)
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        advance(scheduler)
+
+    for number, (x, y) in enumerate(_data()):
+        with warnings.catch_warnings():  # the plain one has no optimizer that steps
+            warnings.simplefilter("ignore")
+            advance(plain)
+        if how == "each fails" or (how == "after an error" and number == 1):
+            with inject_oom(phase="backward"):
+                step(x, y)
+        else:
+            step(x, y)
+        assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+        assert scheduler.state_dict().get("last_epoch") == plain.state_dict().get("last_epoch")
+
+
+@pytest.mark.parametrize("how", ["loaded", "set"])
+def test_rates_that_no_scheduler_has_moved_do_not_end_the_call(how: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    scheduler = sched.StepLR(optimizer, 1, 0.5)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        if how == "loaded":
+            scheduler.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+        else:
+            scheduler._last_lr = [0.1]
+        (x @ optimizer.param_groups[0]["params"][0]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    with inject_oom(phase="backward") as oom:
+        step(torch.ones(4, 3))
+    assert oom.fired
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.05)
 
 
 @pytest.mark.parametrize("where", ["list", "dict", "dataclass", "nested"])
