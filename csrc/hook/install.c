@@ -105,25 +105,45 @@ oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name)
     return Py_NewRef(interceptor);
 }
 
-/* A scheduler's methods. At the first try they are left alone where the object tells by
- * itself whether its step() was made: two attributes to set and to take out cost a
- * tenth of what a small step takes longer. */
 static int
-intercept_scheduler(oomkit_call *call, PyObject *target)
+is_intercepted(const oomkit_call *call, const PyObject *target, const PyObject *name)
 {
-    const oomkit_owner_kind kind = OOMKIT_OWNER_SCHEDULER;
+    int i;
+    for (i = 0; i < call->hooked.count; i++) {
+        if (call->hooked.items[i].target == target &&
+            (name == NULL || call->hooked.items[i].name == name)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* A method of a scheduler, once. */
+static int
+intercept_method(oomkit_call *call, PyObject *scheduler, PyObject *name)
+{
+    return is_intercepted(call, scheduler, name)
+               ? 0
+               : oomkit_intercept_one(call, scheduler, OOMKIT_OWNER_SCHEDULER, name);
+}
+
+/* In the caller's own try those are left alone that can be taken back without anybody
+ * having seen their step(): two attributes to set and to take out cost a tenth of what
+ * a small step takes longer. */
+static int
+intercept_scheduler(oomkit_call *call, PyObject *scheduler, int leaves_alone)
+{
     int marked = 0;
 
-    if (!call->hooked.schedulers && !oomkit_call_is_replay(call) &&
-        !oomkit_ranks_agreed(call) && !call->options->optimizer_copy) {
-        marked = oomkit_scheduler_mark(call, target);
+    if (leaves_alone && !oomkit_call_is_replay(call) && !oomkit_ranks_agreed(call) &&
+        !call->options->optimizer_copy) {
+        marked = oomkit_scheduler_mark(call, scheduler);
     }
     if (marked != 0) {
         return marked < 0 ? -1 : 0;
     }
-    return oomkit_intercept_one(call, target, kind, call->st->str_step) < 0 ||
-                   oomkit_intercept_one(call, target, kind, call->st->str_state_dict) <
-                       0
+    return intercept_method(call, scheduler, call->st->str_step) < 0 ||
+                   intercept_method(call, scheduler, call->st->str_state_dict) < 0
                ? -1
                : 0;
 }
@@ -137,7 +157,7 @@ intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
     case OOMKIT_OWNER_OPTIMIZER:
         return oomkit_intercept_one(call, target, kind, st->str_step);
     case OOMKIT_OWNER_SCHEDULER:
-        return intercept_scheduler(call, target);
+        return intercept_scheduler(call, target, !call->hooked.schedulers);
     case OOMKIT_OWNER_SCALER:
         return oomkit_intercept_one(call, target, kind, st->str_step) < 0 ||
                        oomkit_intercept_one(call, target, kind, st->str_update) < 0 ||
@@ -213,31 +233,18 @@ oomkit_intercept_remove(oomkit_call *call)
 
 /* --- while the call is split --- */
 
-static int
-is_intercepted(const oomkit_call *call, const PyObject *target)
-{
-    int i;
-    for (i = 0; i < call->hooked.count; i++) {
-        if (call->hooked.items[i].target == target) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 int
 oomkit_intercept_schedulers(oomkit_call *call)
 {
     if (call->hooked.schedulers) {
         return 0;
     }
-    call->hooked.schedulers = 1;
     EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
-        if (!is_intercepted(call, one.object) &&
-            intercept_scheduler(call, one.object) < 0) {
+        if (intercept_scheduler(call, one.object, 0) < 0) {
             return -1;
         }
     }
+    call->hooked.schedulers = 1;
     return 0;
 }
 
@@ -251,10 +258,10 @@ is_hidden(oomkit_call *call, PyObject *object)
 
     if (st->AveragedModel != NULL &&
         PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->AveragedModel)) {
-        return !is_intercepted(call, object);
+        return !is_intercepted(call, object, NULL);
     }
     if (!PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->LRScheduler) ||
-        is_intercepted(call, object)) {
+        is_intercepted(call, object, NULL)) {
         return 0;
     }
     optimizer = PyObject_GetAttr(object, st->str_optimizer);
@@ -265,7 +272,7 @@ is_hidden(oomkit_call *call, PyObject *object)
         PyErr_Clear(); /* one of somebody's own, or half made */
         return 0;
     }
-    return is_intercepted(call, optimizer);
+    return is_intercepted(call, optimizer, NULL);
 }
 
 /* Was a scheduler ever made for one of the intercepted optimizers? Each one wraps the

@@ -5,7 +5,7 @@
  * dictionaries from entry to exit. In every micro-batch but the last they do nothing;
  * in the last (or only) one they run, and what they move is known. A scheduler keeps
  * its wrapper of optimizer.step in the same place: it is saved and put back. Schedulers
- * of torch are left alone until the call is split (install.c). */
+ * of torch are left alone in the caller's own try (install.c). */
 #include "hook.h"
 #include "step_arguments.h"
 #include "../ladder/ladder.h"

@@ -28,15 +28,15 @@ own_values(PyObject *object)
 #endif
 }
 
-/* Where a type, which only ever gains names, has this one (a str with its hash), found
- * as a dictionary finds it; -1: nowhere. */
+/* Where a type, which only ever gains names, has this one (a str, of no class of its
+ * own), found as a dictionary finds it; -1: nowhere. */
 static Py_ssize_t
 type_index(PyTypeObject *type, PyObject *name)
 {
     const PyDictKeysObject *keys = ((PyHeapTypeObject *)type)->ht_cached_keys;
     const int8_t *indices = (const int8_t *)keys->dk_indices; /* few: a byte each */
     const PyDictUnicodeEntry *names = DK_UNICODE_ENTRIES(keys);
-    const Py_hash_t hash = ((PyASCIIObject *)name)->hash;
+    const Py_hash_t hash = PyObject_Hash(name); /* it cannot fail */
     const size_t mask = ((size_t)1 << keys->dk_log2_size) - 1;
     size_t perturb = (size_t)hash, i = perturb & mask;
 
@@ -100,7 +100,7 @@ oomkit_own_attribute(PyObject *object, PyObject *name)
     PyObject **values = own_values(object);
     OWNED PyObject *dict = NULL;
 
-    if (values != NULL) {
+    if (values != NULL && PyUnicode_CheckExact(name)) {
         Py_ssize_t at = type_index(Py_TYPE(object), name);
         return at < 0 ? NULL : Py_XNewRef(values[at]);
     }
@@ -112,8 +112,9 @@ int
 oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
 {
     PyObject **values = own_values(object);
-    Py_ssize_t at =
-        values != NULL && value != NULL ? type_index(Py_TYPE(object), name) : -1;
+    Py_ssize_t at = values != NULL && value != NULL && PyUnicode_CheckExact(name)
+                        ? type_index(Py_TYPE(object), name)
+                        : -1;
     PyObject *inherited; /* borrowed */
     OWNED PyObject *dict = NULL;
 

@@ -536,7 +536,7 @@ oomkit_pipeline_is(PyObject *object)
            object_is_of(object, "_PipelineStageBase", package);
 }
 
-/* Is this a `__module__` of torch.optim? Keeps no exception. */
+/* Is this the name of torch.optim, or of a module in it? Keeps no exception. */
 static int
 module_is_torchs(PyObject *module)
 {
@@ -550,12 +550,14 @@ module_is_torchs(PyObject *module)
 }
 
 int
-oomkit_method_is_torchs(PyObject *object, PyObject *name)
+oomkit_method_is_torchs(const oomkit_state *st, PyObject *object, PyObject *name)
 {
     PyObject *method = _PyType_Lookup(Py_TYPE(object), name); /* borrowed */
 
+    /* by where it reads its globals: what wraps another has that one's __module__ */
     return method != NULL && PyFunction_Check(method) &&
-           module_is_torchs(PyFunction_GET_MODULE(method));
+           module_is_torchs(
+               PyDict_GetItemWithError(PyFunction_GET_GLOBALS(method), st->str_name));
 }
 
 /* Asked once per class: another one may be given to an object. */

@@ -227,7 +227,7 @@ int
 oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object);
 /* Was the method that its class has of this name written there? */
 int
-oomkit_method_is_torchs(PyObject *object, PyObject *name);
+oomkit_method_is_torchs(const oomkit_state *st, PyObject *object, PyObject *name);
 
 /* --- used between members.c, search.c and still_valid.c --- */
 

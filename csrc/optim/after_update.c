@@ -136,7 +136,7 @@ oomkit_update_committed(oomkit_call *call)
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     if (!call->options->optimizer_copy) { /* else each is intercepted */
-        result = oomkit_scheduler_has_stepped(call);
+        result = oomkit_scheduler_is_final(call);
         call->updating.committed = result == 1; /* the mark may be taken anew */
     }
     if (result == 0) {

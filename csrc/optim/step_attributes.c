@@ -70,37 +70,39 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
     return 0;
 }
 
-/* Has an attribute of an object another value than when it was marked? 1, 0 or -1. */
+/* Does a class of torch call a function of the user's for the rates of such a one? */
 static int
-attribute_differs(PyObject *object, PyObject *saved, PyObject *name)
+calls_a_function(const oomkit_state *st, PyObject *saved)
 {
-    OWNED PyObject *now = oomkit_own_attribute(object, name);
+    PyObject *scale = oomkit_own_among(saved, st->str__scale_fn_custom); /* borrowed */
 
-    return now == NULL && PyErr_Occurred() ? -1 : now != oomkit_own_among(saved, name);
+    return (scale != NULL && scale != Py_None) ||
+           oomkit_own_among(saved, st->str_lr_lambdas) != NULL;
 }
 
 int
-oomkit_scheduler_has_stepped(const oomkit_call *call)
+oomkit_scheduler_is_final(const oomkit_call *call)
 {
     const oomkit_state *st = call->st;
-    int stepped = 0;
 
     EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
         PyObject *saved = /* borrowed from the memo */
             oomkit_memo_find(call->entry.owners.attributes, one.object);
-        if (saved != NULL) {
-            stepped = attribute_differs(one.object, saved, st->str__last_lr);
-        }
-        if (stepped > 0) { /* or somebody has set it, or loaded a state of now */
-            stepped = attribute_differs(one.object, saved, st->str_last_epoch);
-        }
-        if (stepped != 0) {
-            return stepped;
+        if (saved != NULL && calls_a_function(st, saved)) {
+            OWNED PyObject *now = oomkit_own_attribute(one.object, st->str__last_lr);
+            if (now == NULL && PyErr_Occurred()) {
+                return -1;
+            }
+            if (now != oomkit_own_among(saved, st->str__last_lr)) {
+                return 1;
+            }
         }
     }
     return 0;
 }
 
+/* A class of torch, with torch's step(): all that it moves are its attributes and the
+ * values of param_groups, unless it steps others, which may be anybody's. */
 int
 oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler)
 {
@@ -108,15 +110,15 @@ oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler)
     PyObject *saved; /* borrowed from the memo */
 
     if (!oomkit_owner_is_torchs(call->parts, scheduler) ||
-        !oomkit_method_is_torchs(scheduler, st->str_step)) {
+        !oomkit_method_is_torchs(st, scheduler, st->str_step)) {
         return 0;
     }
     if (oomkit_attributes_mark(call, scheduler) < 0) {
         return -1;
     }
     saved = oomkit_memo_find(call->entry.owners.attributes, scheduler);
-    return oomkit_own_among(saved, st->str_step) == NULL && /* what it steps may be */
-           oomkit_own_among(saved, st->str__schedulers) == NULL; /* anybody's */
+    return oomkit_own_among(saved, st->str_step) == NULL &&
+           oomkit_own_among(saved, st->str__schedulers) == NULL;
 }
 
 int

@@ -15,15 +15,15 @@ oomkit_attributes_put(const oomkit_state *st, PyObject *object, PyObject *saved)
 int
 oomkit_attributes_mark(oomkit_call *call, PyObject *object);
 
-/* Marks a scheduler whose step() need not be intercepted to know that it was made, for
- * it ends with a new list `_last_lr` and another epoch, as each one of torch does. 1;
- * 0: it is another one; -1. */
+/* Marks a scheduler that goes back to its mark whatever it has done, so that nobody has
+ * to see its step(). 1; 0: it is another one; -1. */
 int
 oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler);
 
-/* Has one that is marked made a step() since then? 1, 0 or -1. */
+/* But for what a function of the user's counts: has one that was marked called such a
+ * function? Each step() of torch ends with a new list `_last_lr`. 1, 0 or -1. */
 int
-oomkit_scheduler_has_stepped(const oomkit_call *call);
+oomkit_scheduler_is_final(const oomkit_call *call);
 
 /* The same of an optimizer, with what was told of it. */
 int

@@ -99,7 +99,8 @@
     X(str_zero_grad, "zero_grad")                                                      \
     X(str__schedulers, "_schedulers")                                                  \
     X(str__last_lr, "_last_lr")                                                        \
-    X(str_last_epoch, "last_epoch")                                                    \
+    X(str_lr_lambdas, "lr_lambdas")                                                    \
+    X(str__scale_fn_custom, "_scale_fn_custom")                                        \
     X(str_update_parameters, "update_parameters")                                      \
     X(str_cpu, "cpu")                                                                  \
     X(str_closure, "__closure__")                                                      \

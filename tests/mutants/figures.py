@@ -142,8 +142,8 @@ MUTANTS = [
         "own-copies-counted",
         "what oomkit allocates for itself is outside the budget and its faults",
         "csrc/torch/allocator.cpp",
-        "            exempt_depth == 0 && exempt_threads.load(std::memory_order_relaxed) == 0;",
-        "            exempt_depth >= 0;",
+        "            *depth == 0 && exempt_threads.load(std::memory_order_relaxed) == 0;",
+        "            *depth >= 0;",
         ("bridge/test_bridge.py::"
          "test_exempt_allocations_are_neither_counted_nor_refused_nor_failed",),
     ),

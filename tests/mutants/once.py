@@ -22,13 +22,13 @@ MUTANTS = [
         ("optim/test_once_schedulers.py::test_runs_that_prove_a_split_step_no_scheduler",),
     ),
     Mutant(
-        "schedulers-steps-unseen",
-        "what a scheduler has moved on is not repeated, where nobody saw its step()",
+        "functions-of-schedulers-unseen",
+        "a function that a scheduler has called for its rates is not called again",
         "csrc/optim/after_update.c",
-        "        result = oomkit_scheduler_has_stepped(call);",
+        "        result = oomkit_scheduler_is_final(call);",
         "        result = 0;",
         ("optim/test_once_schedulers.py::"
-         "test_a_scheduler_that_has_stepped_is_not_stepped_again",),
+         "test_a_function_that_counts_is_not_asked_again_for_the_same_epoch",),
     ),
     Mutant(
         "interceptors-stay",
@@ -51,7 +51,7 @@ MUTANTS = [
         "hidden-scheduler",
         "a scheduler that the search does not find steps once all the same",
         "csrc/hook/install.c",
-        "    return is_intercepted(call, optimizer);",
+        "    return is_intercepted(call, optimizer, NULL);",
         "    return 0;",
         ("optim/test_once_updates.py::test_a_scheduler_out_of_sight_steps_once",),
     ),
@@ -286,8 +286,8 @@ MUTANTS = [
         "a step whose update has failed is taken back, also where torch is asked by attribute",
         "csrc/optim/after_update.c",
         "    exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;\n"
-        "    result = oomkit_optimizers_any_moved(call);",
-        "    exception = NULL;\n    result = oomkit_optimizers_any_moved(call);",
+        "    if (!call->options->optimizer_copy) {",
+        "    exception = NULL;\n    if (!call->options->optimizer_copy) {",
         ("bridge/test_without_bridge.py::test_an_error_of_the_update_is_the_one_that_is_raised",),
     ),
 ]  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +142,16 @@ class Rewritten(sched.StepLR):
     get_lr = InPlace.get_lr
 
 
+class Wrapped(sched.StepLR):
+    """The same with what functools.wraps() makes, whose module is said to be torch's."""
+
+    __module__ = sched.__name__
+
+    @functools.wraps(sched.StepLR.step)
+    def step(self, *args: Any) -> None:  # type: ignore[override]
+        sched.StepLR.step(self, *args)
+
+
 def _patched(optimizer: Any) -> Any:
     scheduler = sched.StepLR(optimizer, 1, 0.5)
     step = scheduler.step
@@ -150,22 +162,30 @@ def _patched(optimizer: Any) -> Any:
 WHOLE: dict[str, Callable[[Any], Any]] = {
     **BUILDERS,
     "step": lambda o: sched.StepLR(o, 1, 0.5),
+    "lambda": lambda o: sched.LambdaLR(o, lambda n: 0.5**n),
     "plateau": lambda o: sched.ReduceLROnPlateau(o, patience=0),
     "warm restarts": lambda o: sched.CosineAnnealingWarmRestarts(o, 3),
     "with a step of its own": _patched,
+    "wrapped": lambda o: Wrapped(o, 1, 0.5),
     "sequence of others": lambda o: sched.SequentialLR(o, [InPlace(o), InPlace(o)], [50]),
     "rewritten": lambda o: Rewritten(o, 1),
 }
 PLAIN = {"one cycle", "step", "plateau", "warm restarts"}
-"""Whose attributes show that they have stepped."""
+"""Whatever these have done can be taken back."""
+
+
+def _values(optimizer: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_scheduler_that_has_stepped_is_not_stepped_again(name: str, fails: bool) -> None:
-    """While the call is whole only those that do not show it are intercepted."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
-    other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+def test_a_scheduler_that_has_stepped_is_stepped_once(name: str, fails: bool) -> None:
+    """In the caller's own try only those are intercepted that could not be taken back."""
+    torch.manual_seed(SEED)
+    model = DoubleMLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
     scheduler, plain = WHOLE[name](optimizer), WHOLE[name](other)
     intercepted: Seen[bool] = Seen()
 
@@ -173,25 +193,26 @@ def test_a_scheduler_that_has_stepped_is_not_stepped_again(name: str, fails: boo
         one.step(1.0) if name == "plateau" else one.step()
 
     @oomkit.auto_batch
-    def step(x: torch.Tensor) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
         intercepted.append(type(vars(scheduler).get("step", 0)).__name__ == "_Interceptor")
         advance(scheduler)
-        (x @ optimizer.param_groups[0]["params"][0]).mean().backward()
+        F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    for number in range(3):
+    for number, (x, y) in enumerate(_data()[:3]):
         advance(plain)
         if fails and number == 2:
             oom = inject_oom(phase="backward")
-            with oom, pytest.raises(oomkit.PartialUpdate):
-                step(torch.ones(4, 3))
+            ends = nullcontext() if name in PLAIN else pytest.raises(oomkit.PartialUpdate)
+            with oom, ends:
+                step(x, y)
             assert oom.fired
         else:
-            step(torch.ones(4, 3))
-        assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+            step(x, y)
+        assert _values(optimizer) == _values(other)
         assert scheduler.state_dict().get("last_epoch") == plain.state_dict().get("last_epoch")
-    assert list(intercepted) == [name not in PLAIN] * 3
+    assert intercepted[:3] == [name not in {*PLAIN, "lambda"}] * 3
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -224,6 +245,42 @@ def test_runs_that_prove_a_split_step_no_scheduler(name: str, how: str) -> None:
             step(x, y)
         assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
         assert scheduler.state_dict().get("last_epoch") == plain.state_dict().get("last_epoch")
+
+
+class Counts:
+    """A function that gives another factor each time that it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, _: int) -> float:
+        self.asked += 1
+        return 0.5**self.asked
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("kind", ["lambda", "cyclic"])
+def test_a_function_that_counts_is_not_asked_again_for_the_same_epoch(kind: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    counts = Counts()
+    scheduler: Any = (
+        sched.LambdaLR(optimizer, counts)
+        if kind == "lambda"
+        else sched.CyclicLR(optimizer, 0.1, 0.2, scale_fn=counts, cycle_momentum=False)
+    )
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        scheduler.step(0)
+        (x @ optimizer.param_groups[0]["params"][0]).mean().backward()
+        optimizer.step()
+
+    step(torch.ones(4, 3))
+    asked = counts.asked
+    with inject_oom(phase="backward") as oom, pytest.raises(oomkit.PartialUpdate):
+        step(torch.ones(4, 3))
+    assert oom.fired
+    assert counts.asked == asked + 1
 
 
 @pytest.mark.parametrize("how", ["loaded", "set"])
