@@ -487,6 +487,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     parser.add_argument("--scale", type=float, default=1.0, help="repetitions, relative")
+    names = [section.__name__ for section in SECTIONS]
+    parser.add_argument("--sections", nargs="+", choices=names, default=names)
     parser.add_argument("--allocation-child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -495,7 +497,8 @@ def main() -> int:
         return 0
     rows: list[Row] = []
     for section in SECTIONS:
-        rows += section(args.scale)
+        if section.__name__ in args.sections:
+            rows += section(args.scale)
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, one thread\n")
     show(rows)
     if args.json is not None:

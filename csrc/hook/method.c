@@ -59,7 +59,7 @@ oomkit_interceptor_original(interceptor_object *self, PyObject *const *args,
 static int
 interceptor_versions_tell(const interceptor_object *self)
 {
-    return oomkit_owner_is_torchs(self->call->parts, self->target);
+    return oomkit_owner_is_torchs(self->call->st, self->call->parts, self->target);
 }
 
 /* 1 something moved, 0 nothing did (what was replaced is put back), -1 error. */

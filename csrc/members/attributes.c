@@ -36,7 +36,8 @@ type_index(PyTypeObject *type, PyObject *name)
     const PyDictKeysObject *keys = ((PyHeapTypeObject *)type)->ht_cached_keys;
     const int8_t *indices = (const int8_t *)keys->dk_indices; /* few: a byte each */
     const PyDictUnicodeEntry *names = DK_UNICODE_ENTRIES(keys);
-    const Py_hash_t hash = PyObject_Hash(name); /* it cannot fail */
+    const Py_hash_t known = ((PyASCIIObject *)name)->hash;
+    const Py_hash_t hash = known != -1 ? known : PyObject_Hash(name); /* cannot fail */
     const size_t mask = ((size_t)1 << keys->dk_log2_size) - 1;
     size_t perturb = (size_t)hash, i = perturb & mask;
 

@@ -549,22 +549,26 @@ module_is_torchs(PyObject *module)
     return name != NULL && strncmp(name, "torch.optim", 11) == 0;
 }
 
-int
-oomkit_method_is_torchs(const oomkit_state *st, PyObject *object, PyObject *name)
+/* Is the step() of its class torch's? By where it reads its globals: what wraps another
+ * has that one's __module__. */
+static int
+step_is_torchs(const oomkit_state *st, PyTypeObject *type)
 {
-    PyObject *method = _PyType_Lookup(Py_TYPE(object), name); /* borrowed */
+    PyObject *step = _PyType_Lookup(type, st->str_step); /* borrowed */
 
-    /* by where it reads its globals: what wraps another has that one's __module__ */
-    return method != NULL && PyFunction_Check(method) &&
+    return step != NULL && PyFunction_Check(step) &&
            module_is_torchs(
-               PyDict_GetItemWithError(PyFunction_GET_GLOBALS(method), st->str_name));
+               PyDict_GetItemWithError(PyFunction_GET_GLOBALS(step), st->str_name));
 }
 
-/* Asked once per class: another one may be given to an object. */
+/* Asked once per class: another one may be given to an object, and other methods to a
+ * class. */
 int
-oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object)
+oomkit_owner_is_torchs(const oomkit_state *st, const oomkit_participants *parts,
+                       PyObject *object)
 {
     oomkit_owner *owner = parts->owners, *const end = owner + parts->owner_count;
+    PyTypeObject *type = Py_TYPE(object);
     OWNED PyObject *module = NULL;
     int is_torchs;
 
@@ -573,13 +577,18 @@ oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object)
                            PyWeakref_GET_OBJECT(owner->ref) != object)) {
         owner++;
     }
-    if (owner < end && owner->type == Py_TYPE(object)) {
+    if (owner < end && owner->type == type && owner->version != 0 &&
+        owner->version == type->tp_version_tag) {
         return owner->is_torchs;
     }
-    module = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__module__");
+    module = PyObject_GetAttrString((PyObject *)type, "__module__");
     is_torchs = module_is_torchs(module);
+    if (owner < end && owner->kind == OOMKIT_OWNER_SCHEDULER) {
+        is_torchs = is_torchs && step_is_torchs(st, type);
+    }
     if (owner < end) {
-        owner->type = Py_TYPE(object);
+        owner->type = type;
+        owner->version = type->tp_version_tag;
         owner->is_torchs = is_torchs;
     }
     return is_torchs;

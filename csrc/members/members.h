@@ -58,8 +58,9 @@ typedef struct oomkit_kept {
 typedef struct oomkit_owner {
     PyObject *ref; /* owned: weak reference (a generator has none: a strong one) */
     oomkit_owner_kind kind;
-    const PyTypeObject *type; /* borrowed, compared only: its class, and of that: */
-    int is_torchs;            /* one of torch.optim */
+    const PyTypeObject *type; /* borrowed, compared only: its class, */
+    unsigned version;         /* tp_version_tag of that, and then: */
+    int is_torchs;            /* oomkit_owner_is_torchs() */
     oomkit_update_need need;
     oomkit_kept kept;
 } oomkit_owner;
@@ -222,12 +223,11 @@ oomkit_update_need_of(const oomkit_participants *parts, const PyObject *optimize
     return owner == NULL ? NULL : &owner->need;
 }
 
-/* Is the class of an optimizer or a scheduler one of torch.optim? */
+/* Is the class of an optimizer one of torch.optim? Is that of a scheduler, with the
+ * step() of torch? */
 int
-oomkit_owner_is_torchs(const oomkit_participants *parts, PyObject *object);
-/* Was the method that its class has of this name written there? */
-int
-oomkit_method_is_torchs(const oomkit_state *st, PyObject *object, PyObject *name);
+oomkit_owner_is_torchs(const oomkit_state *st, const oomkit_participants *parts,
+                       PyObject *object);
 
 /* --- used between members.c, search.c and still_valid.c --- */
 

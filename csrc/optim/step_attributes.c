@@ -20,15 +20,14 @@ attributes_ours(const oomkit_state *st, PyObject *name)
 
 /* The schedulers that a ChainedScheduler or a SequentialLR steps. 0 or -1. */
 static int
-attributes_mark_inner(oomkit_call *call, PyObject *scheduler)
+attributes_mark_inner(oomkit_call *call, PyObject *saved)
 {
-    OWNED PyObject *inner = oomkit_own_attribute(scheduler, call->st->str__schedulers);
+    PyObject *inner = /* owned by what was saved */
+        oomkit_own_among(saved, call->st->str__schedulers);
     Py_ssize_t i;
 
-    if (inner == NULL) {
-        return PyErr_Occurred() ? -1 : 0;
-    }
-    for (i = 0; PyList_Check(inner) && i < PyList_GET_SIZE(inner); i++) {
+    for (i = 0; inner != NULL && PyList_Check(inner) && i < PyList_GET_SIZE(inner);
+         i++) {
         OWNED PyObject *one = Py_NewRef(PyList_GET_ITEM(inner, i));
         if (PyObject_TypeCheck(one, (PyTypeObject *)call->st->LRScheduler) &&
             oomkit_attributes_mark(call, one) < 0) {
@@ -109,8 +108,7 @@ oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler)
     const oomkit_state *st = call->st;
     PyObject *saved; /* borrowed from the memo */
 
-    if (!oomkit_owner_is_torchs(call->parts, scheduler) ||
-        !oomkit_method_is_torchs(st, scheduler, st->str_step)) {
+    if (!oomkit_owner_is_torchs(st, call->parts, scheduler)) {
         return 0;
     }
     if (oomkit_attributes_mark(call, scheduler) < 0) {
@@ -138,7 +136,7 @@ oomkit_attributes_mark(oomkit_call *call, PyObject *object)
         return -1;
     }
     return PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)
-               ? attributes_mark_inner(call, object)
+               ? attributes_mark_inner(call, saved)
                : 0;
 }
 

@@ -6,7 +6,8 @@
 int
 oomkit_array_grow(void *items, Py_ssize_t *room, size_t size)
 {
-    Py_ssize_t wanted = *room == 0 ? 8 : *room * 2;
+    const Py_ssize_t first = size > 64 ? 4 : 8; /* no more than pymalloc takes */
+    Py_ssize_t wanted = *room == 0 ? first : *room * 2;
     void *old, *grown;
 
     memcpy(&old, items, sizeof(old)); /* a pointer of any type */
