@@ -380,8 +380,7 @@ attributes_of(PyObject *object, PyObject *but)
     OWNED PyObject *found = PyList_New(0), *own = NULL;
     Py_ssize_t i;
 
-    own = found == NULL || PyType_Check(object) ? NULL
-                                                : oomkit_own_attributes(object);
+    own = found == NULL || PyType_Check(object) ? NULL : oomkit_own_attributes(object);
     if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear(); /* slots alone */
     }
