@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,15 @@ for _module in (torch.cuda, torch.xpu, torch.mtia):
 oomkit.limit_memory(None, device="cpu")
 
 SEED = int(os.environ.get("OOMKIT_TEST_SEED", "20240607"))
+
+
+@pytest.fixture
+def interrupts() -> Iterator[list[int]]:
+    """Those that were put off, and arrive between two instructions."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_report_header() -> str:

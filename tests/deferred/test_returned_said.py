@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -127,15 +125,6 @@ class _Own(nn.Parameter):
         if _Own.refuse is not None:
             _Own.refuse()
         torch.Tensor.grad.__set__(self, value)
-
-
-@pytest.fixture
-def interrupts() -> Iterator[list[int]]:
-    """Those that were put off, and arrive between two instructions."""
-    numbers: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: numbers.append(number))
-    yield numbers
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("times", [1, 1000])

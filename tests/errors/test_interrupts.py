@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,6 @@ from torch import nn
 
 import oomkit
 from oomkit.testing import force_slices, inject_oom
-
-
-@pytest.fixture
-def arrived() -> Iterator[list[int]]:
-    """Interrupts that have come through."""
-    numbers: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: numbers.append(number))
-    yield numbers
-    signal.signal(signal.SIGINT, before)
 
 
 class Interrupted(torch.optim.SGD):
@@ -41,7 +31,7 @@ class Interrupted(torch.optim.SGD):
         self.__dict__["_state"] = value
 
 
-def test_while_the_holders_of_memory_are_summed_up(arrived: list[int]) -> None:
+def test_while_the_holders_of_memory_are_summed_up(interrupts: list[int]) -> None:
     net = nn.Linear(3, 2)
     opt = Interrupted(net.parameters(), lr=0.1)
 
@@ -56,7 +46,7 @@ def test_while_the_holders_of_memory_are_summed_up(arrived: list[int]) -> None:
     with inject_oom(nth=1, times=None), pytest.raises(oomkit.OutOfMemory) as caught:
         step(x)
     assert caught.value.report is not None
-    assert arrived == [signal.SIGINT]
+    assert interrupts == [signal.SIGINT]
 
 
 class Value:
@@ -66,7 +56,7 @@ class Value:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_while_values_of_groups_are_compared(arrived: list[int]) -> None:
+def test_while_values_of_groups_are_compared(interrupts: list[int]) -> None:
     """The comparison counts as a difference, and the split is refused for it."""
     net = nn.Linear(3, 2)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -80,7 +70,7 @@ def test_while_values_of_groups_are_compared(arrived: list[int]) -> None:
     opt.param_groups[0]["mine"] = Value()
     with force_slices([2, 2]), pytest.raises(oomkit.SplitError, match="mine"):
         step(torch.ones(4, 3))
-    assert arrived
+    assert interrupts
 
 
 class Kind(type):
@@ -89,7 +79,7 @@ class Kind(type):
         raise KeyboardInterrupt
 
 
-def test_while_the_kind_of_an_optimizer_is_asked(arrived: list[int]) -> None:
+def test_while_the_kind_of_an_optimizer_is_asked(interrupts: list[int]) -> None:
     class Optimizer(torch.optim.SGD, metaclass=Kind):
         pass
 
@@ -104,8 +94,8 @@ def test_while_the_kind_of_an_optimizer_is_asked(arrived: list[int]) -> None:
     try:  # now, or once the step has run
         step(torch.ones(4, 3))
     except KeyboardInterrupt:
-        arrived.append(1)
-    assert arrived
+        interrupts.append(1)
+    assert interrupts
 
 
 class Silent(RuntimeError):
@@ -113,9 +103,9 @@ class Silent(RuntimeError):
         raise KeyboardInterrupt
 
 
-def test_while_the_text_of_an_error_is_read(arrived: list[int]) -> None:
+def test_while_the_text_of_an_error_is_read(interrupts: list[int]) -> None:
     assert not oomkit.is_oom_error(Silent())
-    assert arrived == [signal.SIGINT]
+    assert interrupts == [signal.SIGINT]
 
 
 def test_an_exit_that_a_signal_asks_for_is_not_lost_either() -> None:

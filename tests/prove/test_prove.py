@@ -117,7 +117,7 @@ def two_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     """A run of two suites of a unit each; the second fails while it is in the list."""
     failing: list[str] = []
 
-    def run(command: list[str], output: Path) -> Result:
+    def run(command: list[str], output: Path, timeout: float) -> Result:
         unit = command[-2]
         return Result(3, ["wrong"] if unit in failing else [], told=unit)
 
