@@ -549,16 +549,44 @@ module_is_torchs(PyObject *module)
     return name != NULL && strncmp(name, "torch.optim", 11) == 0;
 }
 
-/* Is the step() of its class torch's? By where it reads its globals: what wraps another
- * has that one's __module__. */
+/* Is this one of a class's, which is no method, or one of torch? By where it reads its
+ * globals: what wraps another has that one's __module__. */
 static int
-step_is_torchs(const oomkit_state *st, PyTypeObject *type)
+value_is_torchs(const oomkit_state *st, PyObject *value)
 {
-    PyObject *step = _PyType_Lookup(type, st->str_step); /* borrowed */
+    OWNED PyObject *function = Py_IS_TYPE(value, &PyStaticMethod_Type)
+                                   ? PyObject_GetAttrString(value, "__func__")
+                                   : Py_NewRef(value);
 
-    return step != NULL && PyFunction_Check(step) &&
-           module_is_torchs(
-               PyDict_GetItemWithError(PyFunction_GET_GLOBALS(step), st->str_name));
+    if (function == NULL) {
+        oomkit_error_dismiss(); /* what cannot be read is not torch's */
+        return 0;
+    }
+    return PyFunction_Check(function)
+               ? module_is_torchs(PyDict_GetItemWithError(
+                     PyFunction_GET_GLOBALS(function), st->str_name))
+               : !PyCallable_Check(function);
+}
+
+/* Are all methods of a class torch's, so that none counts anything beside attributes?
+ */
+static int
+methods_are_torchs(const oomkit_state *st, const PyTypeObject *type)
+{
+    PyObject *name, *value; /* borrowed */
+    Py_ssize_t i, at;
+
+    for (i = 0; i < PyTuple_GET_SIZE(type->tp_mro); i++) {
+        PyTypeObject *one = (PyTypeObject *)PyTuple_GET_ITEM(type->tp_mro, i);
+        at = 0;
+        while ((one->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0 &&
+               PyDict_Next(one->tp_dict, &at, &name, &value)) {
+            if (!value_is_torchs(st, value)) {
+                return 0;
+            }
+        }
+    }
+    return 1;
 }
 
 /* Asked once per class: another one may be given to an object, and other methods to a
@@ -584,7 +612,7 @@ oomkit_owner_is_torchs(const oomkit_state *st, const oomkit_participants *parts,
     module = PyObject_GetAttrString((PyObject *)type, "__module__");
     is_torchs = module_is_torchs(module);
     if (owner < end && owner->kind == OOMKIT_OWNER_SCHEDULER) {
-        is_torchs = is_torchs && step_is_torchs(st, type);
+        is_torchs = is_torchs && methods_are_torchs(st, type);
     }
     if (owner < end) {
         owner->type = type;

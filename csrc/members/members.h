@@ -223,8 +223,8 @@ oomkit_update_need_of(const oomkit_participants *parts, const PyObject *optimize
     return owner == NULL ? NULL : &owner->need;
 }
 
-/* Is the class of an optimizer one of torch.optim? Is that of a scheduler, with the
- * step() of torch? */
+/* Is the class of an optimizer one of torch.optim? Is that of a scheduler, with torch's
+ * methods alone? */
 int
 oomkit_owner_is_torchs(const oomkit_state *st, const oomkit_participants *parts,
                        PyObject *object);

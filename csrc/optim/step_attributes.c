@@ -69,14 +69,28 @@ oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
     return 0;
 }
 
-/* Does a class of torch call a function of the user's for the rates of such a one? */
+/* Does a scheduler of a class of torch call a function of the user's for its rates: one
+ * that it was given, or one in the place of a method? 1, 0 or -1. */
 static int
-calls_a_function(const oomkit_state *st, PyObject *saved)
+calls_a_function(const oomkit_state *st, PyObject *scheduler, PyObject *saved)
 {
     PyObject *scale = oomkit_own_among(saved, st->str__scale_fn_custom); /* borrowed */
+    OWNED PyObject *own = oomkit_own_pairs(saved);
+    Py_ssize_t i;
 
-    return (scale != NULL && scale != Py_None) ||
-           oomkit_own_among(saved, st->str_lr_lambdas) != NULL;
+    if (own == NULL || (scale != NULL && scale != Py_None) ||
+        oomkit_own_among(saved, st->str_lr_lambdas) != NULL) {
+        return own == NULL ? -1 : 1;
+    }
+    for (i = 0; i < PyTuple_GET_SIZE(own); i += 2) {
+        PyObject *name = PyTuple_GET_ITEM(own, i); /* borrowed */
+        PyObject *method =                         /* borrowed from the type */
+            PyUnicode_Check(name) ? _PyType_Lookup(Py_TYPE(scheduler), name) : NULL;
+        if (method != NULL && PyFunction_Check(method)) {
+            return 1;
+        }
+    }
+    return 0;
 }
 
 int
@@ -87,7 +101,11 @@ oomkit_scheduler_is_final(const oomkit_call *call)
     EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
         PyObject *saved = /* borrowed from the memo */
             oomkit_memo_find(call->entry.owners.attributes, one.object);
-        if (saved != NULL && calls_a_function(st, saved)) {
+        const int calls = saved == NULL ? 0 : calls_a_function(st, one.object, saved);
+        if (calls < 0) {
+            return -1;
+        }
+        if (calls) {
             OWNED PyObject *now = oomkit_own_attribute(one.object, st->str__last_lr);
             if (now == NULL && PyErr_Occurred()) {
                 return -1;
@@ -100,7 +118,7 @@ oomkit_scheduler_is_final(const oomkit_call *call)
     return 0;
 }
 
-/* A class of torch, with torch's step(): all that it moves are its attributes and the
+/* A class of torch, with torch's methods: all that it moves are its attributes and the
  * values of param_groups, unless it steps others, which may be anybody's. */
 int
 oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler)

@@ -283,6 +283,34 @@ def test_a_function_that_counts_is_not_asked_again_for_the_same_epoch(kind: str)
     assert counts.asked == asked + 1
 
 
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_a_method_of_a_scheduler_that_somebody_has_replaced_is_not_called_again(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class is torch's, and so is its step(): what that calls may count all the same."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    scheduler = sched.StepLR(optimizer, 1, 0.5)
+    counts = Counts()
+
+    def get_lr(_: Any = None) -> list[float]:
+        return [counts(0) for _ in optimizer.param_groups]
+
+    monkeypatch.setattr(scheduler if where == "instance" else sched.StepLR, "get_lr", get_lr)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        scheduler.step()
+        (x @ optimizer.param_groups[0]["params"][0]).mean().backward()
+        optimizer.step()
+
+    step(torch.ones(4, 3))
+    with inject_oom(phase="backward") as oom, pytest.raises(oomkit.PartialUpdate):
+        step(torch.ones(4, 3))
+    assert oom.fired
+    assert counts.asked == 2
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
 @pytest.mark.parametrize("how", ["loaded", "set"])
 def test_rates_that_no_scheduler_has_moved_do_not_end_the_call(how: str) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
