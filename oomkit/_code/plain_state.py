@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .bytecode import Steps, Symbol
-from .side_effects import _attributes, _is_foreign_function, _method, _undecorated, _unwrap
+from .objects import LIBRARIES, is_foreign_function, method_of, own_attributes, undecorated, unwrap
 from .spots import (
     ARGUMENT,
     ATTRIBUTE,
@@ -64,8 +64,6 @@ _FILLS = frozenset(
     "shuffle heappush heappop heapify heapreplace insort insort_left insort_right copyto".split()
 )
 _ARRAY_FILLS = frozenset("sort fill put partition resize itemset byteswap".split())
-# Large, and without state of the step's.
-_LIBRARIES = frozenset({"transformers", "lightning", "pytorch_lightning", "peft", "diffusers"})
 _HOOK = Use(CALL, None)
 # What torchmetrics keeps beside the states that `_defaults` names.
 _METRIC = ("_update_count", "_computed", "_update_called", "_forward_cache", "_cache", "_is_synced")
@@ -184,7 +182,7 @@ class Places:
         if isinstance(spot.value, (torch.Tensor, torch.nn.Module, type, types.ModuleType)):
             return
         for name in names:
-            for function in wrapped(_method(spot.value, name)):
+            for function in wrapped(method_of(spot.value, name)):
                 self.visit(
                     function, dict(zip(function.__code__.co_varnames[:1], [spot], strict=False))
                 )
@@ -276,7 +274,7 @@ class Places:
             if attribute is not None and attribute.kind == "constant":
                 self.store_attribute(owner, attribute.steps[0])
             else:
-                for key, value in islice(_attributes(owner.value), ITEMS):
+                for key, value in islice(own_attributes(owner.value), ITEMS):
                     if not isinstance(value, torch.nn.Module):
                         self.store_attribute(owner, key)
 
@@ -306,7 +304,7 @@ class Places:
         kind, first = frame.root("__class__"), next(iter(frame.given.values()), None)
         if kind is None or not isinstance(kind.value, type) or first is None or len(steps) != 2:
             return
-        function = _method(first.value, steps[1][1], kind.value)
+        function = method_of(first.value, steps[1][1], kind.value)
         if function is not None:
             self.enter(frame, function, use, first)
 
@@ -345,14 +343,14 @@ class Places:
         elif name in own_of(value):
             self.called(frame, own_of(value)[name], use, None)
         elif not isinstance(value, OWN_RULES):
-            function = _method(value, name)
+            function = method_of(value, name)
             if function is not None:
                 self.enter(frame, function, use, owner, frame)
             elif name not in own_of(value):
                 self.object_method(frame, whole(type(value)), name, use)
 
     def called(self, frame: Frame, value: Any, use: Use, spot: Spot | None) -> None:
-        value = _undecorated(value)
+        value = undecorated(value)
         if isinstance(value, types.FunctionType):
             if _is_foreign_code(value):
                 self.foreign(frame, value.__name__, use)
@@ -366,7 +364,7 @@ class Places:
         elif isinstance(value, torch.nn.Module):
             self.module(frame, spot or whole(value), "forward", use)
         elif not isinstance(value, type):
-            function, args, _ = _unwrap(value, (), {})
+            function, args, _ = unwrap(value, (), {})
             if isinstance(function, types.FunctionType):
                 first = whole(args[0]) if args else None
                 first = spot if args and args[0] is value and spot is not None else first
@@ -393,7 +391,7 @@ class Places:
             self.seen.add((id(value),))
         parts = self.metrics(spot)
         if name not in ("forward", "__call__"):
-            function = _method(value, name)
+            function = method_of(value, name)
             if function is not None:
                 self.enter(frame, function, use, spot)
             return
@@ -401,7 +399,7 @@ class Places:
             for kind in ("_forward_pre_hooks", "_forward_hooks"):
                 for hook in [*own_of(part.value).get(kind, {}).values()]:
                     self.called(frame, hook, _HOOK, None)
-            forward = _method(part.value, "forward")
+            forward = method_of(part.value, "forward")
             if forward is not None and not is_metric(part.value):
                 for inner in wrapped(forward):
                     bound = self.bound(frame, inner, use, spot) if part is spot else [{}]
@@ -460,12 +458,12 @@ def wrapped(function: Any) -> Iterator[types.FunctionType]:
         if not isinstance(function, types.FunctionType):
             return
         yield function
-        function = _undecorated(vars(function).get("__wrapped__"))
+        function = undecorated(vars(function).get("__wrapped__"))
 
 
 def _is_foreign_code(function: types.FunctionType) -> bool:
     top = str(function.__module__).partition(".")[0]
-    return top in _LIBRARIES or _is_foreign_function(function)
+    return top in LIBRARIES or is_foreign_function(function)
 
 
 def places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool) -> Found | None:
@@ -487,7 +485,7 @@ def places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bo
 def _places(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool
 ) -> Found | None:
-    function, bound, named = _unwrap(func, args, kwargs)
+    function, bound, named = unwrap(func, args, kwargs)
     if not isinstance(function, types.FunctionType):
         return None
     given = _given(function, bound, named, args, kwargs)

@@ -6,9 +6,7 @@ Everything in a step runs once per micro-batch when the batch is split. The C en
 
 from __future__ import annotations
 
-import functools
 import logging
-import sys
 import types
 import weakref
 from collections import deque
@@ -22,73 +20,35 @@ from .. import _C
 from .bytecode import Effect, attributes_of, effects_of, methods_of
 from .companions import companions
 from .module_buffers import Buffers, TensorMark
+from .objects import (
+    MODULE_OWN,
+    PLAIN,
+    is_foreign,
+    is_foreign_function,
+    method_of,
+    names_of,
+    own_attributes,
+    slots_of,
+    undecorated,
+    unwrap,
+)
+from .reach import is_looked_at, leads_on
+from .spots import is_a, own_of, reachable
 
 _log = logging.getLogger("oomkit")
 
-_Slots = list[tuple[str, types.MemberDescriptorType]]
 Participants = tuple[Any, list[torch.Tensor], list[Any], int]
 
 _VALUES = 400  # recorded at most
+_FAR_VALUES = 4000
 _ITEMS = 64  # looked at in one container
 _DEPTH = 2  # attributes of attributes
 _FUNCTIONS = 50  # called by the step and looked into
 _SHOWN = 12  # named in the message
-_TYPES = 1000  # known to have no slots
 _CONTAINERS = (list, dict, set, deque)
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-# Attributes of a module that torch itself keeps, and parts that have rules of their own.
-_MODULE_OWN = frozenset(vars(torch.nn.Module())) | {
-    # of DistributedDataParallel
-    "require_forward_param_sync",
-    "_has_rebuilt_buckets",
-    "_lazy_init_ran",
-    "_static_graph_delay_allreduce_enqueued",
-}
-# A class has a hundred names or more, and modules are many and alike. (The slots themselves
-# would keep their class alive.)
-_SLOTLESS: dict[int, weakref.ref[type]] = {}
-_FOREIGN = frozenset({"torch", "oomkit", "accelerate", "numpy", "logging", "threading"})
 # A metric of torchmetrics has it, which is to count: see oomkit._proof.metrics.
 _METRIC = "._update_count"
-
-
-def _is_foreign(kind: type) -> bool:
-    top = str(getattr(kind, "__module__", "")).partition(".")[0]
-    return top in _FOREIGN or top in sys.stdlib_module_names
-
-
-def _slots_of(kind: type) -> _Slots:
-    """Names and descriptors of ``__slots__``."""
-    known = _SLOTLESS.get(id(kind))  # by address: a metaclass may have a hash of its own
-    if known is not None and known() is kind:
-        return []
-    found = [
-        (name, slot)
-        for base in kind.__mro__
-        for name, slot in list(vars(base).items())
-        if isinstance(slot, types.MemberDescriptorType) and not name.startswith("__")
-    ]
-    if not found:
-        if len(_SLOTLESS) >= _TYPES:
-            _SLOTLESS.clear()
-        _SLOTLESS[id(kind)] = weakref.ref(kind)
-    return found
-
-
-def _attributes(value: object, but: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
-    """Names and values of ``__dict__`` and ``__slots__``: no property is evaluated.
-
-    Args:
-        but: names that are passed over.
-    """
-    found = _C._attributes(value, but)
-    for name, slot in _slots_of(type(value)):
-        try:
-            if name not in but:
-                found.append((name, slot.__get__(value)))
-        except AttributeError:
-            continue  # empty
-    return found
+_AT = "\0"  # between the name of a class and the address of an object, which is not shown
 
 
 def _short(value: object) -> str:
@@ -135,7 +95,7 @@ def _difference(was: object, now: object) -> str | None:
     if type(was) is type(now) and (was == now or (was != was and now != now)):
         return None
     names = [
-        _short(x) if isinstance(x, _PLAIN) else getattr(x, "kind", "tensor") for x in (was, now)
+        _short(x) if isinstance(x, PLAIN) else getattr(x, "kind", "tensor") for x in (was, now)
     ]
     return f"{names[0]} -> {names[1]}"
 
@@ -154,7 +114,7 @@ class _Scan:
         if len(self.found) >= _VALUES or id(value) in self.skip:
             return
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             self.found[path] = value
         elif isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter):
@@ -167,11 +127,11 @@ class _Scan:
         elif isinstance(value, torch.nn.Module):
             self.seen.add(id(value))
             self.module(path, value)
-        elif not _is_foreign(kind) and kind.__flags__ & (1 << 9):  # a class made in Python
+        elif not is_foreign(kind) and kind.__flags__ & (1 << 9):  # a class made in Python
             self.seen.add(id(value))
             self.found[path] = _Other(value)
             if depth < _DEPTH:
-                for name, inner in _attributes(value):
+                for name, inner in own_attributes(value):
                     self.value(f"{path}.{name}", inner, depth + 1)
 
     def container(self, path: str, value: Any, depth: int) -> None:
@@ -181,20 +141,20 @@ class _Scan:
             self.found[path] = _Length(type(value).__name__, base.__len__(value))
         if base is dict:
             keys = list(dict.items(value))[:_ITEMS]
-            items = [(_short(k) if type(k) in _PLAIN else "...", v) for k, v in keys]
+            items = [(_short(k) if type(k) in PLAIN else "...", v) for k, v in keys]
         elif base in (list, tuple):
             items = [(str(i), v) for i, v in enumerate(base.__getitem__(value, slice(_ITEMS)))]
         else:
             return
         for key, inner in items:
-            if type(inner) in _PLAIN or isinstance(inner, torch.Tensor):
+            if type(inner) in PLAIN or isinstance(inner, torch.Tensor):
                 self.value(f"{path}[{key}]", inner, max(depth, 1))
             elif depth < _DEPTH and not isinstance(inner, torch.nn.Module):
                 self.value(f"{path}[{key}]", inner, depth + 1)
 
     def module(self, path: str, value: torch.nn.Module) -> None:
         """Plain attributes only: parameters and buffers have rules of their own."""
-        known = (_MODULE_OWN, self.skip, _slots_of, _Length, TensorMark, _ITEMS, _VALUES)
+        known = (MODULE_OWN, self.skip, slots_of, _Length, TensorMark, _ITEMS, _VALUES)
         if not _C._scan_modules(path, value, self.found, *known):
             self.odd_module(path, value)
 
@@ -202,15 +162,69 @@ class _Scan:
         """The same where a module has slots, or a ``named_modules()`` of its own."""
         for name, part in list(islice(value.named_modules(), _ITEMS)):
             at = f"{path}.{name}" if name else path
-            for key, inner in _attributes(part, _MODULE_OWN):
+            for key, inner in own_attributes(part, MODULE_OWN):
                 if len(self.found) >= _VALUES:
                     return
-                if type(inner) in _PLAIN:
+                if type(inner) in PLAIN:
                     self.found[f"{at}.{key}"] = inner
                 elif type(inner) in (list, dict, set) and id(inner) not in self.skip:
                     self.found[f"{at}.{key}"] = _Length(type(inner).__name__, len(inner))
                 elif isinstance(inner, torch.Tensor) and part is value:
                     self.value(f"{at}.{key}", inner, 1)
+
+
+class _Far:
+    """What lies farther away than `_Scan` looks, in objects of the program: a callback's average
+    of the weights. By class and address, for the way there has no name.
+
+    Args:
+        near: what has been found; gets the rest.
+        known: addresses of modules whose buffers are looked at elsewhere.
+    """
+
+    __slots__ = ("_known", "_near", "_passed")
+
+    def __init__(self, near: _Scan, known: set[int]) -> None:
+        self._near, self._known = near, known
+        self._passed = set(near.seen)
+
+    def value(self, value: Any) -> None:
+        """The nearest come first."""
+        if is_a(value, torch.nn.Module):
+            parts = [*own_of(value).get("_modules", {}).values()]
+            if id(value) in self._passed:  # with what is in it
+                self._passed |= {id(part) for part in parts}
+            else:
+                self._module(value)
+        elif id(value) not in self._passed and is_looked_at(value):
+            self._attributes(value, frozenset())
+
+    def _module(self, module: Any) -> None:
+        self._attributes(module, MODULE_OWN)
+        own = own_of(module)
+        tensors = dict(own.get("_parameters", {}))
+        if id(module) not in self._known:
+            tensors |= own.get("_buffers", {})
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                self._record(module, name, TensorMark(tensor, sample=False))
+
+    def _attributes(self, owner: Any, but: frozenset[str]) -> None:
+        for name, value in own_attributes(owner, but):
+            if type(value) in PLAIN:
+                self._record(owner, name, value)
+            elif isinstance(value, torch.Tensor):
+                if not isinstance(value, torch.nn.Parameter):
+                    self._record(owner, name, TensorMark(value))
+            elif type(value) in _CONTAINERS and id(value) not in self._near.skip:
+                inner = _Scan(self._near.skip)
+                inner.container("", value, _DEPTH)
+                for at, found in inner.found.items():
+                    self._record(owner, name + at, found)
+
+    def _record(self, owner: object, name: str, found: object) -> None:
+        if len(self._near.found) < _FAR_VALUES:
+            self._near.found[f"{type(owner).__name__}{_AT}{id(owner)}.{name}"] = found
 
 
 class _Function:
@@ -228,49 +242,9 @@ class _Function:
                 yield name, cell.cell_contents
             except ValueError:
                 continue  # empty
-        for name in _names_of(self.function.__code__):
+        for name in names_of(self.function.__code__):
             if name in self.function.__globals__:
                 yield name, self.function.__globals__[name]
-
-
-def _names_of(code: types.CodeType) -> list[str]:
-    names = list(code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names += _names_of(inner)
-    return list(dict.fromkeys(names))
-
-
-def _call_of(value: object) -> types.FunctionType | None:
-    """``__call__`` of an object's class, where it is written in Python."""
-    for kind in type(value).__mro__:
-        call = vars(kind).get("__call__")
-        if call is not None:
-            return call if isinstance(call, types.FunctionType) else None
-    return None
-
-
-def _unwrap(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The plain function behind methods, partials and objects with ``__call__``."""
-    for _ in range(16):
-        if isinstance(func, types.FunctionType):
-            return func, args, kwargs
-        if isinstance(func, types.MethodType):
-            func, args = func.__func__, (func.__self__, *args)
-        elif isinstance(func, (staticmethod, classmethod)):
-            func = func.__func__
-        elif isinstance(func, functools.partial):
-            func, args, kwargs = func.func, (*func.args, *args), {**func.keywords, **kwargs}
-        elif isinstance(func, torch.nn.Module):
-            func, args = type(func).forward, (func, *args)
-        else:
-            call = _call_of(func)
-            if call is None:
-                break
-            func, args = call, (func, *args)
-    return None, args, kwargs
 
 
 def _bind(
@@ -296,46 +270,25 @@ def _bind(
 
 def _is_flat(container: Any) -> bool:
     values = dict.values(container) if isinstance(container, dict) else container
-    return all(type(v) in _PLAIN for v in list(values)[:_ITEMS])
-
-
-def _undecorated(value: Any) -> Any:
-    """The function in a decorated step: called inside another one it is like any other."""
-    while type(value).__module__ == "oomkit._C" and hasattr(value, "__wrapped__"):
-        value = value.__wrapped__
-    return value
-
-
-def _method(value: object, name: str, after: type | None = None) -> types.FunctionType | None:
-    """A method by its name, where it is a Python function; no descriptor is run.
-
-    Args:
-        after: the class whose ``super()`` is meant.
-    """
-    kinds = type(value).__mro__
-    if after is not None:
-        kinds = kinds[kinds.index(after) + 1 :] if after in kinds else ()
-    found = next((vars(k)[name] for k in kinds if name in vars(k)), None)
-    found = _undecorated(found)
-    return found if isinstance(found, types.FunctionType) else None
+    return all(type(v) in PLAIN for v in list(values)[:_ITEMS])
 
 
 def _called(function: _Function) -> Iterator[_Function]:
     """Functions of the user's that this one names: globals, closure, methods of ``self``."""
     for _, value in function.names():
-        value = _undecorated(value)
-        if isinstance(value, types.FunctionType) and not _is_foreign_function(value):
+        value = undecorated(value)
+        if isinstance(value, types.FunctionType) and not is_foreign_function(value):
             yield _Function(value, {})
     of_super, _, kind = methods_of(function.function)
     after_super = [(name, kind) for name in sorted(of_super)] if kind is not None else []
     for variable, value in function.given.items():
-        if isinstance(value, torch.nn.Module) or _is_foreign(type(value)):
+        if isinstance(value, torch.nn.Module) or is_foreign(type(value)):
             continue
         named: list[tuple[str, type | None]] = [
             (name, None) for name in attributes_of(function.function.__code__, variable)
         ]
         for name, after in [*named, *after_super]:
-            inner = _method(value, name, after)
+            inner = method_of(value, name, after)
             if inner is not None and inner.__code__.co_argcount:
                 yield _Function(inner, {inner.__code__.co_varnames[0]: value})
 
@@ -357,17 +310,12 @@ def _logging(function: _Function) -> list[str]:
         seen: set[str] = set()
         while codes and len(seen) < _VALUES:
             for method in attributes_of(*codes.pop()):
-                inner = None if method in seen else _method(value, method)
+                inner = None if method in seen else method_of(value, method)
                 seen.add(method)
                 if inner is not None and "lightning" not in str(inner.__module__):
                     codes.append((inner.__code__, inner.__code__.co_varnames[0]))
         found += [f"{name}.{log}()" for log in ("log", "log_dict") if log in seen]
     return found
-
-
-def _is_foreign_function(function: types.FunctionType) -> bool:
-    top = str(function.__module__).partition(".")[0]
-    return top in _FOREIGN or top in sys.stdlib_module_names
 
 
 def _functions(first: _Function) -> list[_Function]:
@@ -396,6 +344,7 @@ class Watch:
         self.functions = [] if function is None else _functions(function)
         self.skip = skip
         self.users: Sequence[Any] = users
+        self.known = {id(module) for module in modules}
         self.beside = beside  # what has as many rows as the batch, and is not split
         self.before = self.scan()
         self.buffers = Buffers(modules)  # last: nobody takes its hooks out of half a Watch
@@ -412,6 +361,10 @@ class Watch:
             for name, value in function.names():
                 if not isinstance(value, (types.FunctionType, types.ModuleType, type)):
                     scan.value(name, value, 0)
+        for function in self.functions[:1]:
+            far = _Far(scan, self.known)
+            for value in reachable(function.function, [*function.given.values()], leads_on):
+                far.value(value)
         return scan.found
 
     def __call__(self, guarded: bool) -> tuple[str | None, str | None, str | None]:
@@ -449,7 +402,7 @@ class Watch:
             if path not in self.before and _is_count(path, value)
         }
         lines = [_line(effect, changed.pop(effect.path, None)) for effect in effects]
-        lines += [f"{path} ({how})" for path, how in changed.items()]
+        lines += [f"{_shown(path)} ({how})" for path, how in changed.items()]
         logged = [line for f in self.functions[:1] for line in _logging(f)]
         lines = list(dict.fromkeys(lines + logged + buffers))
         if len(lines) > _SHOWN:
@@ -463,6 +416,11 @@ class Watch:
         self.functions.clear()
         self.before.clear()
         self.users = ()
+
+
+def _shown(path: str) -> str:
+    kind, _, rest = path.partition(_AT)
+    return kind + rest.lstrip("0123456789")
 
 
 def _is_count(path: str, value: object) -> bool:
@@ -492,7 +450,7 @@ def watch(
         roots, params, users, rows = participants
         own = {id(value) for value in (*args, *kwargs.values())}
         modules = [m for ref in roots or () if isinstance(m := ref(), torch.nn.Module)]
-        plain, args, kwargs = _unwrap(func, args, kwargs)
+        plain, args, kwargs = unwrap(func, args, kwargs)
         function = None if plain is None else _Function(plain, _bind(plain, args, kwargs))
         beside = None if plain is None else companions(plain, args, kwargs, own, rows)
         return Watch(function, {id(p) for p in params}, modules, users, beside)

@@ -18,10 +18,7 @@ import torch
 
 from .. import _C
 from .bytecode import ANY, Steps
-from .side_effects import _PLAIN as PLAIN
-from .side_effects import _attributes as attributes_of
-from .side_effects import _names_of as names_of
-from .side_effects import _slots_of
+from .objects import PLAIN, names_of, own_attributes, slots_of
 
 # How a place is reached from the one before it (plain_state.h).
 ARGUMENT, KEYWORD, OBJECT, CELL, ATTRIBUTE, ITEM = range(6)
@@ -188,7 +185,7 @@ def _attribute(spot: Spot, name: str) -> list[Spot]:
             return [Spot(spot, ATTRIBUTE, name, parts[name])]
         if name in own.get("_buffers", {}) or name in own.get("_parameters", {}):
             return []
-    for slot, descriptor in _slots_of(type(value)):
+    for slot, descriptor in slots_of(type(value)):
         if slot == name:
             return _slot(spot, name, descriptor)
     found = _attribute(whole(type(value)), name)
@@ -270,4 +267,4 @@ def inside(value: Any) -> list[Any]:
         spaces = [value.__globals__[n] for n in names if n in value.__globals__]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return spaces + [spot.value for _, spot in function_cells(value)] + defaults
-    return [inner for _, inner in attributes_of(value)]
+    return [inner for _, inner in own_attributes(value)]

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .side_effects import _FOREIGN, _bind, _method, _names_of, _undecorated, _unwrap
+from .objects import FOREIGN, method_of, names_of, undecorated, unwrap
+from .side_effects import _bind
 from .spots import own_of
 
 _log = logging.getLogger("oomkit")
@@ -51,7 +52,7 @@ def _module(kind: type) -> str:
 
 def _is_foreign(kind: type) -> bool:
     top = _module(kind).partition(".")[0]
-    return top in _FOREIGN or top in sys.stdlib_module_names
+    return top in FOREIGN or top in sys.stdlib_module_names
 
 
 class Write(NamedTuple):
@@ -195,7 +196,7 @@ class _Walk:
                 self.method(module, "forward")
 
     def function(self, value: Any, given: dict[str, Any]) -> None:
-        value = _undecorated(value)
+        value = undecorated(value)
         while isinstance(value, functools.partial):
             value = value.func
         while isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
@@ -206,7 +207,7 @@ class _Walk:
                 self.waiting.append((value, given))
 
     def method(self, value: object, name: str) -> None:
-        found = _method(value, name)
+        found = method_of(value, name)
         if found is not None and found.__code__.co_argcount:
             self.function(found, {found.__code__.co_varnames[0]: value})
 
@@ -236,7 +237,7 @@ class _Walk:
     def module(self, value: types.ModuleType, names: list[str], depth: int) -> None:
         """What the code names of a module of the user's: helpers.attack(model)."""
         top = value.__name__.partition(".")[0]
-        if depth == 0 or top in _FOREIGN or top in sys.stdlib_module_names:
+        if depth == 0 or top in FOREIGN or top in sys.stdlib_module_names:
             return
         space = vars(value)
         for name in names:
@@ -272,7 +273,7 @@ class _Walk:
                 found = read.find()
                 if found is not None:
                     return Write(f"{function.__name__}(), line {found[0]}", found[1])
-        names = _names_of(code)
+        names = names_of(code)
         self.words, self.tables = set(), []
         for value in [*known.values(), *given.values()]:
             self.object(value, names, 2)
@@ -299,7 +300,7 @@ def _is_foreign_code(function: types.FunctionType) -> bool:
 
 def _outer(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Globals and what the closure holds, as far as the code names them."""
-    for name in _names_of(function.__code__):
+    for name in names_of(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     cells = function.__closure__ or ()
@@ -313,7 +314,7 @@ def _outer(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], roots: Any) -> Write | None:
     modules = [m for ref in roots or () if isinstance(m := ref(), torch.nn.Module)]
     walk = _Walk(modules)
-    plain, args, kwargs = _unwrap(func, args, kwargs)
+    plain, args, kwargs = unwrap(func, args, kwargs)
     if plain is not None:
         walk.function(plain, {})
         given = _bind(plain, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -301,9 +302,9 @@ def test_keyboard_interrupt_in_a_split_call_rolls_back() -> None:
 
 
 def _hidden() -> tuple[Any, MLP, torch.optim.Optimizer]:
-    """A model and an optimizer where no search looks: in a registry reached by a call."""
+    """A model and an optimizer where no search looks."""
     model, optimizer, *_ = _world()
-    registry = {"a": {"b": {"c": {"model": model, "optimizer": optimizer}}}}
+    registry = {"a": {"b": {"c": MappingProxyType({"model": model, "optimizer": optimizer})}}}
     return registry, model, optimizer
 
 

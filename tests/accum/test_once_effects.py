@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import warnings
@@ -310,6 +311,94 @@ def test_state_that_the_names_lead_to_is_watched(name: str) -> None:
 
     text = _said(step, torch.randn(8, 4))
     assert expected in text
+
+
+class Average:
+    """Of the weights, as a callback has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+        self.table = {"calls": 0}
+        self.still = [torch.ones(1)]
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.table["calls"] += 1
+        for mine, p in zip(self.shadow, model.parameters(), strict=True):
+            mine.lerp_(p, 0.1)
+
+
+class Copied(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.copied = copy.deepcopy(model)
+        self.calls = 0
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.calls += 1
+        for mine, p in zip(self.copied.parameters(), model.parameters(), strict=True):
+            mine.lerp_(p, 0.1)
+
+
+class Callback:
+    def __init__(self, average: Any) -> None:
+        self.average = average
+
+    def end(self, model: nn.Module) -> None:
+        self.average.update(model)
+
+
+class Handler:
+    def __init__(self, callback: Callback) -> None:
+        self.callbacks = [callback]
+
+    def call(self, what: str, model: nn.Module) -> None:
+        for callback in self.callbacks:
+            getattr(callback, what)(model)
+
+
+class Calling:
+    def __init__(self, average: Callable[[nn.Module], Any], guarded: bool = False) -> None:
+        self.model, self.optimizer = _model()
+        self.handler, self.guarded = Handler(Callback(average(self.model))), guarded
+
+    def plain(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(x).pow(2).mean().backward()
+        self.optimizer.step()
+        if not self.guarded or oomkit.current().is_last:
+            self.handler.call("end", self.model)
+
+
+def test_what_a_callback_far_away_changes_is_told() -> None:
+    trainer, x = Calling(Average), torch.randn(8, 4)
+    text = _said(oomkit.auto_batch(Calling.plain, accumulation_steps=2), trainer, x)
+    for part in ("shadow[0] (tensor changed)", "shadow[1] (", "table['calls'] (0 -> 1)"):
+        assert f"Average.{part}" in text
+    assert "still" not in text and "\0" not in text
+
+
+def test_what_a_weak_reference_leads_to_is_told() -> None:
+    kept = []
+
+    def weak(model: nn.Module) -> Any:
+        kept.append(Copied(model))
+        return weakref.proxy(kept[0])
+
+    trainer, x = Calling(weak), torch.randn(8, 4)
+    other = weakref.ref(kept[0])
+    trainer.handler.callbacks[0].end = lambda model: other().update(model)  # type: ignore[union-attr, method-assign]
+    text = _said(oomkit.auto_batch(Calling.plain, accumulation_steps=2), trainer, x)
+    assert "Copied.calls (0 -> 1)" in text
+    assert "Linear.weight (tensor changed)" in text and "Linear.bias (" in text
+
+
+def test_a_callback_that_is_guarded_is_not_told() -> None:
+    trainer = Calling(Average, guarded=True)
+    step = oomkit.auto_batch(Calling.plain, accumulation_steps=2)
+    assert _said(step, trainer, torch.randn(8, 4)) == ""
+    assert trainer.handler.callbacks[0].average.table == {"calls": 1}
 
 
 def test_a_counter_in_the_forward_of_a_module_is_told() -> None:

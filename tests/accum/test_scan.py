@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from oomkit import _C
+from oomkit._code import objects
 from oomkit._code import side_effects as effects
 
 
@@ -115,12 +116,12 @@ def test_c_finds_what_python_finds(model: nn.Module, odd: bool) -> None:
 def _scan(
     model: object,
     found: dict[str, object],
-    slots_of: Any = effects._slots_of,
+    slots_of: Any = objects.slots_of,
     length: Any = effects._Length,
     mark: Any = effects.TensorMark,
     limits: tuple[int, int] = (64, 400),
 ) -> bool:
-    own = effects._MODULE_OWN
+    own = objects.MODULE_OWN
     return _C._scan_modules("m", model, found, own, set(), slots_of, length, mark, *limits)
 
 

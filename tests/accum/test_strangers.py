@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.no_proof  # runs of the step are counted, or its warnin
 
 def _deep(value: Any) -> Any:
     """Where no search looks."""
-    return {"a": {"b": {"c": [value]}}}
+    return {"a": {"b": {"c": deque([value])}}}
 
 
 def _x() -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -58,7 +58,7 @@ class _World:
             for p in self.leaves:
                 p.grad = torch.full_like(p, 0.5)
         found: list[Any] = [leaf.mul] if how == "tensor" else list(modules)
-        registry = {"a": {"b": {"c": found}}}
+        registry = {"a": {"b": {"c": deque(found)}}}
         model = self.model
         self.x = torch.randn(8, 6, dtype=DOUBLE)
 
@@ -168,7 +168,7 @@ def test_what_only_the_failed_backward_inside_led_to_is_refused() -> None:
     """No replay leads to it, and a part of the failed attempt would have stayed in it."""
     torch.manual_seed(SEED)
     model, hidden = nn.Linear(6, 8), nn.Linear(8, 8)
-    registry = {"a": {"b": {"c": [hidden]}}}
+    registry = {"a": {"b": {"c": deque([hidden])}}}
 
     def block(a: torch.Tensor) -> torch.Tensor:
         a = _Fails.apply(a)
@@ -200,7 +200,7 @@ def _routed(how: str) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
     """A step that leads to a hidden module from its last rows alone, or to a part of it."""
     torch.manual_seed(SEED)
     model, hidden = nn.Linear(6, 8, dtype=DOUBLE), nn.Linear(8, 8, dtype=DOUBLE)
-    registry = {"a": {"b": {"c": [hidden]}}}
+    registry = {"a": {"b": {"c": deque([hidden])}}}
     x = torch.randn(8, 6, dtype=DOUBLE)
     x[:, 0] = torch.tensor([-1.0] * 4 + [1.0] * 4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +41,7 @@ class Run:
         self.adam = adam
         self.net, self.opt, self.sched = self.accelerator.prepare(net, adam, halved)
         net, opt, sched = self.net, self.opt, self.sched
-        registry = {"a": {"b": {"c": [self.accelerator]}}}
+        registry = {"a": {"b": {"c": deque([self.accelerator])}}}
         shown = None if hidden else self.accelerator
 
         def body(accelerator: Accelerator, x: torch.Tensor, y: torch.Tensor) -> float:

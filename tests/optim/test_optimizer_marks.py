@@ -12,7 +12,7 @@ from nomemory import fork
 from nomemory.fault import MISSING, Fault, Outcome, suffer
 
 import oomkit
-from oomkit._code import side_effects as _side_effects
+from oomkit._code import objects
 from oomkit.testing import inject_oom
 
 pytestmark = [
@@ -260,7 +260,7 @@ def test_keys_that_are_no_names_are_not_compared():
     holder = Holder()
     vars(holder)[Key()] = 1
     holder.b = 0
-    assert _side_effects._attributes(holder, frozenset({"a"})) == [("b", 0)]
+    assert objects.own_attributes(holder, frozenset({"a"})) == [("b", 0)]
 
 
 def parameters(count):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack
 
-from ..._code.side_effects import _MODULE_OWN, _attributes, _names_of, _slots_of
+from ..._code.objects import MODULE_OWN, names_of, own_attributes, slots_of
 from ..._code.spots import is_a
 
 __all__ = [
@@ -151,12 +151,12 @@ class Object(Names):
 
 
 def _own(owner: Any) -> dict[str, Any]:
-    but = _MODULE_OWN if is_a(owner, torch.nn.Module) else frozenset()
-    return dict(reversed(_attributes(owner, but)))
+    but = MODULE_OWN if is_a(owner, torch.nn.Module) else frozenset()
+    return dict(reversed(own_attributes(owner, but)))
 
 
 def _put_attribute(owner: Any, name: str, value: Any) -> None:
-    slot = dict(reversed(_slots_of(type(owner)))).get(name)
+    slot = dict(reversed(slots_of(type(owner)))).get(name)
     if slot is None:
         _set_item(object.__getattribute__(owner, "__dict__"), name, value)
     elif value is _ABSENT:
@@ -311,7 +311,7 @@ def of_class(kind: type) -> Names:
 def of_function(function: types.FunctionType) -> Names:
     """Variables of enclosing functions, by their place, and global ones."""
     cells, space = function.__closure__ or (), function.__globals__
-    names = _names_of(function.__code__)
+    names = names_of(function.__code__)
 
     def read() -> dict[Any, Any]:
         found: dict[Any, Any] = {}
