@@ -31,6 +31,14 @@ MUTANTS = [
          "test_a_function_that_counts_is_not_asked_again_for_the_same_epoch",),
     ),
     Mutant(
+        "hidden-schedulers-found-late",
+        "schedulers that no name leads to are marked before the step can move them",
+        "csrc/hook/install.c",
+        "    return intercept_hidden(call);",
+        "    return 0;",
+        ("members/test_far.py::test_a_hidden_scheduler_is_stepped_once",),
+    ),
+    Mutant(
         "interceptors-stay",
         "after the call no interceptor is left in an optimizer, scheduler or scaler",
         "csrc/hook/install.c",

@@ -30,6 +30,14 @@ MUTANTS = [
         ("engine/test_steps.py::test_generator_among_the_globals_is_rolled_back",),
     ),
     Mutant(
+        "nothing-far-away",
+        "what stands far away takes part: its buffers are put back",
+        "csrc/members/search.c",
+        " || search_far(&s) < 0) {",
+        ") {",
+        ("members/test_far.py::test_a_model_far_away_is_like_one_that_the_step_names",),
+    ),
+    Mutant(
         "no-buffer-restore",
         "buffers are put back from their copies",
         "csrc/undo/buffers_back.c",
