@@ -41,8 +41,6 @@ int
 oomkit_unknown_known(const oomkit_call *call, const PyObject *leaf);
 int
 oomkit_unknown_kept(oomkit_call *call, PyObject *leaf, PyObject *ours);
-PyObject *
-oomkit_modules_alive(oomkit_state *st);
 /* Adopted leaves are among the parameters from the first to the second. */
 int
 oomkit_participants_hold(oomkit_participants *parts);

@@ -67,94 +67,6 @@ adopt_seen(const oomkit_participants *parts)
     return STEAL(seen);
 }
 
-/* Does a value of this dictionary attribute stand in `values` (a set of addresses)? */
-static int
-adopt_has(PyObject *module, PyObject *name, PyObject *values)
-{
-    PyObject *key, *value; /* borrowed from the dict */
-    Py_ssize_t at = 0;
-    int result = 0;
-    OWNED PyObject *dict = PyObject_GetAttr(module, name);
-
-    if (dict == NULL) {
-        return -1;
-    }
-    while (result == 0 && PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
-        OWNED PyObject *address = PyLong_FromVoidPtr(value);
-        result = address == NULL ? -1 : PySet_Contains(values, address);
-    }
-    return result;
-}
-
-/* Every module that there is. New list or NULL. */
-PyObject *
-oomkit_modules_alive(oomkit_state *st)
-{
-    OWNED PyObject *objects = PyObject_CallNoArgs(st->gc_get_objects);
-    OWNED PyObject *modules = objects ? PyList_New(0) : NULL;
-    Py_ssize_t i;
-
-    for (i = 0; modules != NULL && i < PyList_GET_SIZE(objects); i++) {
-        PyObject *object = PyList_GET_ITEM(objects, i); /* borrowed */
-        int made;                                       /* has Module.__init__ run? */
-        if (!PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Module)) {
-            continue;
-        }
-        made = oomkit_has_attribute(object, st->str_modules);
-        if (made < 0 || (made && PyList_Append(modules, object) < 0)) {
-            return NULL;
-        }
-    }
-    return STEAL(modules);
-}
-
-/* Adds to `reached` (a set of addresses) and to `found` the module if something of it
- * is reached. 1 it is new, 0, or -1. */
-static int
-adopt_reach(oomkit_state *st, PyObject *module, PyObject *reached, PyObject *found)
-{
-    OWNED PyObject *address = PyLong_FromVoidPtr(module);
-    int has = address == NULL ? -1 : PySet_Contains(reached, address);
-
-    if (has != 0) {
-        return has < 0 ? -1 : 0;
-    }
-    has = adopt_has(module, st->str_parameters, reached);
-    has = has == 0 ? adopt_has(module, st->str_modules, reached) : has;
-    if (has == 1 &&
-        (PySet_Add(reached, address) < 0 || PyList_Append(found, module) < 0)) {
-        return -1;
-    }
-    return has;
-}
-
-/* Those of `all` that have `leaf`, themselves or in a child, outermost last. New list
- * or NULL. */
-static PyObject *
-adopt_modules(oomkit_state *st, PyObject *leaf, PyObject *all)
-{
-    OWNED PyObject *found = PyList_New(0), *reached = PySet_New(NULL); /* addresses */
-    OWNED PyObject *address = PyLong_FromVoidPtr(leaf);
-    int more = 1;
-    Py_ssize_t i;
-
-    if (found == NULL || reached == NULL || address == NULL ||
-        PySet_Add(reached, address) < 0) {
-        return NULL;
-    }
-    while (more) { /* one level further out each time */
-        more = 0;
-        for (i = 0; i < PyList_GET_SIZE(all); i++) {
-            int has = adopt_reach(st, PyList_GET_ITEM(all, i), reached, found);
-            if (has < 0) {
-                return NULL;
-            }
-            more |= has;
-        }
-    }
-    return STEAL(found);
-}
-
 /* Buffers of a module in training mode may have moved in the attempt that has just been
  * given up, and nobody has marked them. 1, 0 or -1. */
 static int
@@ -222,7 +134,11 @@ adopt_by_modules(oomkit_call *call, PyObject *leaf, PyObject *all)
 {
     oomkit_participants *parts = call->parts;
     Py_ssize_t i, buffered = parts->buffered_count, from = 0;
-    PyObject *modules = adopt_modules(call->st, leaf, all); /* owned */
+    OWNED PyObject *reached = PySet_New(NULL), *address = PyLong_FromVoidPtr(leaf);
+    PyObject *modules = /* owned */
+        reached == NULL || address == NULL || PySet_Add(reached, address) < 0
+            ? NULL
+            : oomkit_modules_of(call->st, reached, all);
     int result = modules == NULL ? -1 : PyList_GET_SIZE(modules) > 0;
     const char *why;
 

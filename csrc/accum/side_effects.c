@@ -34,10 +34,10 @@ effects_no_buffers(const oomkit_call *call)
     return none;
 }
 
-/* The modules among the participants (weak references; None where none has a buffer,
- * which is all that they are looked at for), those of their parameters that
- * are plain tensors (an nn.Parameter is known by its type, and there may be thousands),
- * the user's own objects, and the rows. New reference (a tuple) or NULL. */
+/* The modules among the participants (weak references), whether one has a buffer, those
+ * of their parameters that are plain tensors (an nn.Parameter is known by its type, and
+ * there may be thousands), the user's own objects, and the rows. New reference (a
+ * tuple) or NULL. */
 static PyObject *
 effects_participants(const oomkit_call *call)
 {
@@ -64,8 +64,9 @@ effects_participants(const oomkit_call *call)
     }
     none = parts->roots == NULL ? 1 : effects_no_buffers(call);
     return none < 0 ? NULL
-                    : Py_BuildValue("(OOOL)", none ? Py_None : parts->roots, params,
-                                    users, (long long)call->batch.rows);
+                    : Py_BuildValue("(OOOOL)", parts->roots ? parts->roots : Py_None,
+                                    none ? Py_False : Py_True, params, users,
+                                    (long long)call->batch.rows);
 }
 
 typedef struct abandoning {

@@ -298,9 +298,11 @@ parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *opti
             PyDict_Check(group) ? PyDict_GetItemWithError(group, st->str_params) : NULL;
         for (j = 0; params && PyList_Check(params) && j < PyList_GET_SIZE(params);
              j++) {
+            const Py_ssize_t before = parts->param_count;
             if (parts_add_tensor(st, parts, PyList_GET_ITEM(params, j)) < 0) {
                 return -1;
             }
+            parts->optimizer_led |= parts->param_count > before;
         }
     }
     return 0;

@@ -117,8 +117,9 @@ typedef struct oomkit_participants {
     Py_ssize_t owner_count, owner_room;
     oomkit_watch *watch; /* what the callbacks of our weak references point to */
     PyObject *capsule;   /* owned: over watch, shared by those callbacks */
-    PyObject *roots; /* owned: list of weak references whose death makes this dead */
-    PyObject *seen;  /* owned while searching: set of addresses; NULL otherwise */
+    PyObject *roots;   /* owned: list of weak references whose death makes this dead */
+    PyObject *seen;    /* owned while searching: set of addresses; NULL otherwise */
+    int optimizer_led; /* a parameter was found in an optimizer first */
     PyTypeObject *plain_types[OOMKIT_ARGUMENT_TYPES]; /* borrowed, compared: argument
                                                           types that led to nothing */
     int plain_count;
@@ -270,6 +271,19 @@ oomkit_participants_add_owner(oomkit_participants *parts, PyObject *object,
 
 void
 oomkit_participants_let_go(oomkit_participants *parts);
+
+/* --- modules_of.c --- */
+/* Every module that there is. New list or NULL. */
+PyObject *
+oomkit_modules_alive(oomkit_state *st);
+/* Those of `all` that have what is `reached` (a set of addresses of parameters, which
+ * gets theirs), themselves or in a child, outermost last. New list or NULL. */
+PyObject *
+oomkit_modules_of(oomkit_state *st, PyObject *reached, PyObject *all);
+/* At the end of a search: modules whose parameters an optimizer leads to, and which
+ * nothing else leads to. 0 or -1. */
+int
+oomkit_participants_add_modules(oomkit_state *st, oomkit_participants *parts);
 
 /* --- attributes.c --- */
 /* What an object has in its own dictionary under this name, which is asked for none

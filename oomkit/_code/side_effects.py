@@ -37,7 +37,7 @@ from .spots import is_a, own_of, reachable
 
 _log = logging.getLogger("oomkit")
 
-Participants = tuple[Any, list[torch.Tensor], list[Any], int]
+Participants = tuple[Any, bool, list[torch.Tensor], list[Any], int]
 
 _VALUES = 400  # recorded at most
 _FAR_VALUES = 4000
@@ -179,7 +179,7 @@ class _Far:
 
     Args:
         near: what has been found; gets the rest.
-        known: addresses of modules whose buffers are looked at elsewhere.
+        known: addresses of modules whose parameters and buffers have rules of their own.
     """
 
     __slots__ = ("_known", "_near", "_passed")
@@ -191,23 +191,21 @@ class _Far:
     def value(self, value: Any) -> None:
         """The nearest come first."""
         if is_a(value, torch.nn.Module):
-            parts = [*own_of(value).get("_modules", {}).values()]
+            own = own_of(value)
             if id(value) in self._passed:  # with what is in it
-                self._passed |= {id(part) for part in parts}
+                self._passed |= {id(part) for part in own.get("_modules", {}).values()}
             else:
-                self._module(value)
+                self._attributes(value, MODULE_OWN)
+            if id(value) not in self._known:
+                self._tensors(value, own)
         elif id(value) not in self._passed and is_looked_at(value):
             self._attributes(value, frozenset())
 
-    def _module(self, module: Any) -> None:
-        self._attributes(module, MODULE_OWN)
-        own = own_of(module)
-        tensors = dict(own.get("_parameters", {}))
-        if id(module) not in self._known:
-            tensors |= own.get("_buffers", {})
-        for name, tensor in tensors.items():
-            if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
-                self._record(module, name, TensorMark(tensor, sample=False))
+    def _tensors(self, module: Any, own: dict[str, Any]) -> None:
+        for kind, sample in (("_parameters", False), ("_buffers", True)):
+            for name, tensor in [*own.get(kind, {}).items()]:
+                if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                    self._record(module, name, TensorMark(tensor, sample))
 
     def _attributes(self, owner: Any, but: frozenset[str]) -> None:
         for name, value in own_attributes(owner, but):
@@ -338,6 +336,7 @@ class Watch:
         function: _Function | None,
         skip: set[int],
         modules: list[Any],
+        buffered: bool,
         users: Sequence[Any],
         beside: str | None,
     ) -> None:
@@ -347,7 +346,9 @@ class Watch:
         self.known = {id(module) for module in modules}
         self.beside = beside  # what has as many rows as the batch, and is not split
         self.before = self.scan()
-        self.buffers = Buffers(modules)  # last: nobody takes its hooks out of half a Watch
+        self.buffers = Buffers(
+            modules if buffered else []
+        )  # last: nobody takes its hooks out of half a Watch
 
     def scan(self) -> dict[str, object]:
         scan = _Scan(self.skip)
@@ -442,18 +443,20 @@ def watch(
 
     Args:
         func: the decorated callable, and ``args`` and ``kwargs`` of its call.
-        participants: weak references to its modules, those of its parameters that are no
-            ``nn.Parameter`` (:class:`_Scan` passes over these by their type), the user's own
-            participants (as weak references where they have any), and the rows of the batch.
+        participants: weak references to its modules, whether one has a buffer, those of its
+            parameters that are no ``nn.Parameter`` (:class:`_Scan` passes over these by their
+            type), the user's own participants (as weak references where they have any), and the
+            rows of the batch.
     """
     try:
-        roots, params, users, rows = participants
+        roots, buffered, params, users, rows = participants
         own = {id(value) for value in (*args, *kwargs.values())}
         modules = [m for ref in roots or () if isinstance(m := ref(), torch.nn.Module)]
         plain, args, kwargs = unwrap(func, args, kwargs)
         function = None if plain is None else _Function(plain, _bind(plain, args, kwargs))
         beside = None if plain is None else companions(plain, args, kwargs, own, rows)
-        return Watch(function, {id(p) for p in params}, modules, users, beside)
+        skip = {id(p) for p in params}
+        return Watch(function, skip, modules, buffered, users, beside)
     except Exception:
         _log.debug("a step's side effects could not be looked at", exc_info=True)
         return None

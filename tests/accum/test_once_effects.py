@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import warnings
 import weakref
 from collections import deque
@@ -371,6 +372,21 @@ class Calling:
             self.handler.call("end", self.model)
 
 
+teacher: Any = None
+
+
+class Teaching:
+    def __init__(self, trainer: Calling) -> None:
+        self.model = trainer.model
+
+    def target(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return teacher(x).sum(1, keepdim=True)
+
+    def plain(self, x: torch.Tensor) -> None:
+        (self.model(x) - self.target(x)).pow(2).mean().backward()
+
+
 def test_what_a_callback_far_away_changes_is_told() -> None:
     trainer, x = Calling(Average), torch.randn(8, 4)
     text = _said(oomkit.auto_batch(Calling.plain, accumulation_steps=2), trainer, x)
@@ -392,6 +408,17 @@ def test_what_a_weak_reference_leads_to_is_told() -> None:
     text = _said(oomkit.auto_batch(Calling.plain, accumulation_steps=2), trainer, x)
     assert "Copied.calls (0 -> 1)" in text
     assert "Linear.weight (tensor changed)" in text and "Linear.bias (" in text
+
+
+def test_what_a_method_changes_in_a_model_that_it_alone_names_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Calling(Average)
+    monkeypatch.setattr(sys.modules[__name__], "teacher", nn.BatchNorm1d(4))
+    step = oomkit.auto_batch(Teaching(trainer).plain, accumulation_steps=2)
+    text = _said(step, torch.randn(8, 4))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert f"BatchNorm1d.{name} (tensor changed)" in text
 
 
 def test_a_callback_that_is_guarded_is_not_told() -> None:

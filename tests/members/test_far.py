@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,6 +218,100 @@ def test_another_model_far_away_is_found_anew() -> None:
     before = models[0][1].total.item()
     models[0](x)
     assert models[1][1].total.item() == pytest.approx(before, rel=1e-12)
+
+
+NET: Any = None  # what the following read where no search looks
+
+
+class Reads:
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(NET(x), y)
+
+    @staticmethod
+    def static(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(NET(x), y)
+
+    @property
+    def net(self) -> nn.Module:
+        return NET
+
+
+reads = Reads()
+READ: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a method": lambda x, y: reads.loss(x, y),
+    "a static method": lambda x, y: Reads.static(x, y),
+    "a property": lambda x, y: F.mse_loss(reads.net(x), y),
+    "getattr": lambda x, y: getattr(reads, "lo" + "ss")(x, y),
+    "globals": lambda x, y: F.mse_loss(globals()["NE" + "T"](x), y),
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_the_model_of_a_known_optimizer_takes_part_whatever_leads_to_it(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(loss_of: Callable[..., torch.Tensor] | None) -> list[float]:
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monkeypatch.setattr(sys.modules[__name__], "NET", model)
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            (F.mse_loss(NET(x), y) if loss_of is None else loss_of(x, y)).backward()
+            optimizer.step()
+
+        with pytest.warns(oomkit.OomkitWarning, match="'total' of a Counted"):
+            _train(step, "backward")
+        return _values(model)
+
+    assert train(READ[how]) == train(None)
+
+
+PROGRAM = """
+import torch.nn.functional as F
+
+def loss_of(x, y):
+    return F.mse_loss(NET(x), y)
+"""
+STEPS_OF = """
+import far_program
+from far_program import loss_of
+
+def named(x, y):
+    far_program.loss_of(x, y).backward()
+
+def from_it(x, y):
+    loss_of(x, y).backward()
+
+def inside(x, y):
+    import far_program as program
+    program.loss_of(x, y).backward()
+
+def from_inside(x, y):
+    from far_program import loss_of as loss
+    loss(x, y).backward()
+"""
+
+
+@pytest.mark.parametrize("name", ["named", "from_it", "inside", "from_inside"])
+def test_what_another_module_of_the_program_has_takes_part(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "far_program.py").write_text(PROGRAM)
+    (tmp_path / "far_steps.py").write_text(STEPS_OF)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "far_program", raising=False)
+    monkeypatch.delitem(sys.modules, "far_steps", raising=False)
+    steps = importlib.import_module("far_steps")
+    steps.far_program.NET = model = _model()
+    with pytest.warns(oomkit.OomkitWarning, match="'total' of a Counted"):
+        _train(oomkit.auto_batch(getattr(steps, name)), "backward")
+    got = _values(model)
+    steps.far_program.NET = model = _model()
+    for x, y in _data():
+        getattr(steps, name)(x, y)
+    assert got == pytest.approx(_values(model), rel=1e-12)
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
