@@ -17,46 +17,33 @@
 
 #include <stddef.h>
 
-/* Those of the site were right for other calls, or are in use. NULL with an exception.
- */
-static oomkit_participants *
-engine_find(const oomkit_call *call)
-{
-    oomkit_participants *found = oomkit_participants_find(
-        call->st, call->options, call->step->func, call->given.args,
-        call->batch.positional, call->batch.total);
-
-    if (found != NULL &&
-        oomkit_participants_take_hidden(found, call->step->parts) < 0) {
-        oomkit_participants_release(found);
-        return NULL;
-    }
-    return found;
-}
-
 /* The participants of this call: those of the site while they are right. 0 or -1. */
 static int
 engine_participants(oomkit_call *call)
 {
     oomkit_step *step = call->step;
+    Py_ssize_t total = call->batch.total;
 
     if (step->parts != NULL && step->parts->busy > 0) {
         /* Another thread's call is at work with the site's list and the copies of
          * buffers in it: this one gets a list of its own. */
-        call->parts = engine_find(call);
+        call->parts =
+            oomkit_participants_find(call->st, call->options, step->func,
+                                     call->given.args, call->batch.positional, total);
         if (call->parts != NULL) {
             call->parts->busy++;
         }
         return call->parts == NULL ? -1 : 0;
     }
     if (step->parts == NULL ||
-        !oomkit_participants_valid(call->st, step->parts, call->given.args,
-                                   call->batch.total)) {
+        !oomkit_participants_valid(call->st, step->parts, call->given.args, total)) {
         oomkit_participants *found, *old;
         if (PyErr_Occurred()) {
             return -1;
         }
-        found = engine_find(call);
+        found =
+            oomkit_participants_find(call->st, call->options, step->func,
+                                     call->given.args, call->batch.positional, total);
         if (found == NULL) {
             return -1;
         }

@@ -49,12 +49,23 @@ int
 oomkit_intercept_schedulers(oomkit_call *call);
 int
 oomkit_intercept_split(oomkit_call *call);
+/* What is intercepted of one participant of this kind. 0 or -1. */
+int
+oomkit_intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind);
 /* A plain interceptor in a copy of a participant, until the call ends. New reference.
  */
 PyObject *
 oomkit_intercept_copy(oomkit_call *call, PyObject *copy, PyObject *name);
 int
 oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r);
+
+/* --- hidden.c --- */
+/* Schedulers that nothing leads to, of the optimizers of this call: before it begins,
+ * and, with averaged models, before its first split attempt. 0 or -1. */
+int
+oomkit_hidden_at_entry(oomkit_call *call);
+int
+oomkit_hidden_at_split(oomkit_call *call);
 
 /* --- nested.c --- */
 /* Backwards inside backwards */

@@ -148,8 +148,8 @@ intercept_scheduler(oomkit_call *call, PyObject *scheduler, int leaves_alone)
                : 0;
 }
 
-static int
-intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
+int
+oomkit_intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
 {
     oomkit_state *st = call->st;
 
@@ -171,96 +171,6 @@ intercept_owner(oomkit_call *call, PyObject *target, oomkit_owner_kind kind)
     }
 }
 
-/* A scheduler of an intercepted optimizer, or an averaged model, that the search did
- * not find (kept in a list, bound to a default argument): 1, 0 or -1. */
-static int
-is_hidden(oomkit_call *call, PyObject *object)
-{
-    oomkit_state *st = call->st;
-    OWNED PyObject *optimizer = NULL;
-
-    if ((Py_TYPE(object)->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
-        return 0; /* nearly all */
-    }
-    if (st->AveragedModel != NULL &&
-        PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->AveragedModel)) {
-        return !is_intercepted(call, object, NULL);
-    }
-    if (!PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->LRScheduler) ||
-        is_intercepted(call, object, NULL)) {
-        return 0;
-    }
-    optimizer = PyObject_GetAttr(object, st->str_optimizer);
-    if (optimizer == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear(); /* one of somebody's own, or half made */
-        return 0;
-    }
-    return is_intercepted(call, optimizer, NULL);
-}
-
-/* Was a scheduler ever made for one of the intercepted optimizers? Each one wraps the
- * optimizer's step() and marks the wrapper. 1, 0 or -1. */
-static int
-has_scheduler(const oomkit_call *call)
-{
-    int i;
-    for (i = 0; i < call->hooked.count; i++) {
-        const interceptor_object *self =
-            interceptor_CAST(call->hooked.items[i].interceptor);
-        int has = 0;
-        if (self->kind == OOMKIT_OWNER_OPTIMIZER && self->original != NULL) {
-            has = oomkit_has_attribute_string(self->original, "_wrapped_by_lr_sched");
-        }
-        if (has != 0) {
-            return has;
-        }
-    }
-    return 0;
-}
-
-/* Looks through everything the collector knows, once per list of participants, for
- * what would step once per micro-batch, and that the entry of a call has to mark: a
- * scheduler may be stepped before the loss. Without any scheduler only before a split,
- * for averaged models. */
-static int
-intercept_hidden(oomkit_call *call)
-{
-    OWNED PyObject *objects = NULL;
-    Py_ssize_t i;
-    int result = call->parts->looked_for_hidden == 2 ? 0 : has_scheduler(call);
-    const int wanted = result > 0 ? 2 : call->hooked.for_split;
-
-    if (result < 0 || call->parts->looked_for_hidden >= wanted) {
-        return result < 0 ? -1 : 0;
-    }
-    result = 0;
-    objects = PyObject_CallNoArgs(call->st->gc_get_objects);
-    if (objects == NULL) {
-        return -1;
-    }
-    for (i = 0; i < PyList_GET_SIZE(objects) && result >= 0; i++) {
-        PyObject *object = PyList_GET_ITEM(objects, i); /* borrowed */
-        result = is_hidden(call, object);
-        if (result == 1) {
-            oomkit_owner_kind kind =
-                PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)
-                    ? OOMKIT_OWNER_SCHEDULER
-                    : OOMKIT_OWNER_AVERAGED;
-            result = oomkit_participants_add_hidden(call->parts, object, kind);
-            if (result >= 0) {
-                result = intercept_owner(call, object, kind);
-            }
-        }
-    }
-    if (result >= 0) {
-        call->parts->looked_for_hidden = wanted;
-    }
-    return result < 0 ? -1 : 0;
-}
-
 /* At entry of a call. What could be installed before an error is taken out by remove.
  */
 int
@@ -269,11 +179,11 @@ oomkit_intercept_install(oomkit_call *call)
     const unsigned kinds = OWNERS_OF(OOMKIT_OWNER_GENERATOR) - 1; /* those before it */
 
     EACH_OWNER (owner, call->parts, kinds) {
-        if (intercept_owner(call, owner.object, owner.kind) < 0) {
+        if (oomkit_intercept_owner(call, owner.object, owner.kind) < 0) {
             return -1;
         }
     }
-    return intercept_hidden(call);
+    return oomkit_hidden_at_entry(call);
 }
 
 /* Puts back what stood there. Keeps the exception in flight. An entry that the step
@@ -432,7 +342,7 @@ oomkit_intercept_split(oomkit_call *call)
         }
         call->st->withheld_ready = 1;
     }
-    return intercept_hidden(call) < 0 || oomkit_accelerate_split(call) < 0 ||
+    return oomkit_hidden_at_split(call) < 0 || oomkit_accelerate_split(call) < 0 ||
                    oomkit_intercept_zero_grad(call, 0) < 0
                ? -1
                : 0;

@@ -34,5 +34,6 @@ oomkit_watch_structure(oomkit_state *st)
         Py_SETREF(done, PyObject_CallNoArgs(st->watch_train));
     }
     st->structure_hooked = done != NULL;
+    st->averaged_any = 1; /* made before */
     return done == NULL ? -1 : 0;
 }

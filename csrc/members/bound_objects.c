@@ -9,7 +9,8 @@ oomkit_search_bound(oomkit_search *s, PyObject *args, PyObject *keywords)
     Py_ssize_t i;
 
     for (i = 0; args != NULL && i < PyTuple_GET_SIZE(args); i++) {
-        if (oomkit_search_from(s, PyTuple_GET_ITEM(args, i), NULL, NULL, -1) < 0) {
+        if (oomkit_search_value(s, PyTuple_GET_ITEM(args, i), OOMKIT_OBJECT_DEPTH) <
+            0) {
             return -1;
         }
     }
@@ -21,7 +22,8 @@ oomkit_search_bound(oomkit_search *s, PyObject *args, PyObject *keywords)
         return -1;
     }
     for (i = 0; i < PyList_GET_SIZE(values); i++) {
-        if (oomkit_search_from(s, PyList_GET_ITEM(values, i), NULL, NULL, -1) < 0) {
+        if (oomkit_search_value(s, PyList_GET_ITEM(values, i), OOMKIT_OBJECT_DEPTH) <
+            0) {
             return -1;
         }
     }

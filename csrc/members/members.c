@@ -397,63 +397,22 @@ int
 oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
                                oomkit_owner_kind kind)
 {
-    if (parts_append_owner(parts, object, kind) < 0) {
-        return -1;
-    }
-    parts->owners[parts->owner_count - 1].hidden = 1;
-    return 1;
+    return parts_append_owner(parts, object, kind);
 }
 
-/* Is it among the participants? */
-static int
-parts_have(const oomkit_participants *parts, const PyObject *object)
+int
+oomkit_participants_have(const oomkit_participants *parts, const PyObject *object)
 {
     Py_ssize_t i;
 
     for (i = 0; i < parts->owner_count; i++) {
-        if (parts->owners[i].kind != OOMKIT_OWNER_GENERATOR &&
-            PyWeakref_Check(parts->owners[i].ref) &&
-            PyWeakref_GET_OBJECT(parts->owners[i].ref) == object) {
+        const PyObject *ref = parts->owners[i].ref;
+        if (ref == object || (PyWeakref_Check(ref) &&
+                              PyWeakref_GET_OBJECT(parts->owners[i].ref) == object)) {
             return 1;
         }
     }
     return 0;
-}
-
-/* Has it all optimizers of another list? */
-static int
-parts_have_optimizers(const oomkit_participants *parts, const oomkit_participants *of)
-{
-    EACH_OWNER (one, of, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
-        if (!parts_have(parts, one.object)) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-int
-oomkit_participants_take_hidden(oomkit_participants *parts, oomkit_participants *other)
-{
-    Py_ssize_t i;
-    int result = 0;
-
-    if (other == NULL || other->dead || !other->looked_for_hidden ||
-        !parts_have_optimizers(other, parts)) {
-        return 0; /* a scheduler of another one's was not looked for */
-    }
-    other->refs++; /* the site may get another list meanwhile */
-    for (i = 0; result >= 0 && i < other->owner_count; i++) {
-        OWNED PyObject *object =
-            other->owners[i].hidden ? oomkit_reference_get(other->owners[i].ref) : NULL;
-        if (object != NULL && !parts_have(parts, object)) {
-            result =
-                oomkit_participants_add_hidden(parts, object, other->owners[i].kind);
-        }
-    }
-    parts->looked_for_hidden = other->looked_for_hidden;
-    oomkit_participants_release(other);
-    return result < 0 ? -1 : 0;
 }
 
 int

@@ -58,7 +58,6 @@ typedef struct oomkit_kept {
 typedef struct oomkit_owner {
     PyObject *ref; /* owned: weak reference (a generator has none: a strong one) */
     oomkit_owner_kind kind;
-    int hidden;               /* no name and no argument leads to it */
     const PyTypeObject *type; /* borrowed, compared only: its class, */
     unsigned version;         /* tp_version_tag of that, and then: */
     int is_torchs;            /* oomkit_owner_is_torchs() */
@@ -135,8 +134,8 @@ typedef struct oomkit_participants {
     oomkit_image *images; /* bytes of small CPU buffers, which need no tensor */
     Py_ssize_t moving_count;
     int looked_for_accelerators; /* the same for accelerate's Accelerator */
-    int looked_for_hidden; /* averaged models out of the search's sight were looked
-                              for; 2: when there was a scheduler, these too */
+    int looked_for_hidden; /* schedulers out of the search's sight were looked for: */
+    int looked_for_split;  /* at the entry of a call, and before a split */
     int norm_said;         /* the BatchNorm warning was given */
     Py_ssize_t wrapped;    /* how many of them wrap others for several ranks; -1 if none
                               does, 0 before it was asked */
@@ -149,11 +148,6 @@ oomkit_participants *
 oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
                          PyObject *func, PyObject *const *args, Py_ssize_t positional,
                          Py_ssize_t total);
-
-/* What was found for an earlier list, or another thread's, by looking through all
- * objects need not be looked for again. `other` may be NULL. 0 or -1. */
-int
-oomkit_participants_take_hidden(oomkit_participants *parts, oomkit_participants *other);
 
 /* 1 when `parts` is still right for these arguments, else 0. Runs no Python code. */
 int
@@ -257,6 +251,10 @@ oomkit_participants_first_time(oomkit_participants *parts, PyObject *object);
 int
 oomkit_participants_add(oomkit_state *st, oomkit_participants *parts, PyObject *object,
                         int depth);
+
+/* Is it among the owners? */
+int
+oomkit_participants_have(const oomkit_participants *parts, const PyObject *object);
 
 /* A scheduler or averaged model that was found by other means. 1, or -1. */
 int

@@ -7,7 +7,7 @@
 #include <structmember.h>
 
 #define CALLED_DEPTH 3     /* functions called by functions of the step */
-#define OBJECT_LIMIT 10000 /* attributes and items behind a root that are looked at */
+#define OBJECT_LIMIT 10000 /* attributes looked at, whatever they lead to */
 #define ITEM_LIMIT 64      /* elements of a list or a dictionary that are looked at */
 
 static int
@@ -44,13 +44,6 @@ is_module_object(const oomkit_search *s, PyObject *object)
 }
 
 static int
-is_container(PyObject *value)
-{
-    return PyDict_CheckExact(value) || PyList_CheckExact(value) ||
-           PyTuple_CheckExact(value);
-}
-
-static int
 name_is_private(PyObject *name)
 {
     return PyUnicode_Check(name) && PyUnicode_GET_LENGTH(name) > 0 &&
@@ -74,25 +67,6 @@ search_renamed(oomkit_search *s, PyObject *value, int depth)
     return !PyFunction_Check(value) ? 0 : search_function(s, value, 1) < 0 ? -1 : 1;
 }
 
-/* Is this to be opened so deep: for the first time (2), or deeper than before (1)? Else
- * 0, or -1. Its address is no other's: everything is alive while it is searched. */
-static int
-search_opens(oomkit_search *s, PyObject *object, int depth)
-{
-    OWNED PyObject *address = PyLong_FromVoidPtr(object);
-    OWNED PyObject *now = address == NULL ? NULL : PyLong_FromLong(depth);
-    PyObject *before = /* borrowed */
-        now == NULL ? NULL : PyDict_GetItemWithError(s->opened, address);
-
-    if (now == NULL || PyErr_Occurred()) {
-        return -1;
-    }
-    if (before != NULL && PyLong_AsLong(before) >= depth) {
-        return 0;
-    }
-    return PyDict_SetItem(s->opened, address, now) < 0 ? -1 : before == NULL ? 2 : 1;
-}
-
 static int
 search_attribute(oomkit_search *s, PyObject *object, PyObject *value, int depth)
 {
@@ -101,9 +75,9 @@ search_attribute(oomkit_search *s, PyObject *object, PyObject *value, int depth)
                : oomkit_search_value(s, value, depth);
 }
 
-/* Those in an object's dictionary; `first`: it was not opened before. 0 or -1. */
+/* Those in an object's dictionary. 0 or -1. */
 static int
-search_own(oomkit_search *s, PyObject *object, int depth, int first)
+search_own(oomkit_search *s, PyObject *object, int depth)
 {
     OWNED PyObject *own = oomkit_own_attributes(object), *ref = NULL;
     Py_ssize_t i;
@@ -130,8 +104,8 @@ search_own(oomkit_search *s, PyObject *object, int depth, int first)
         if ((is_module || PyType_Check(object)) && name_is_private(name)) {
             continue; /* parameters, modules, hooks, __doc__: of torch and of Python */
         }
-        if (value == Py_None && ref != NULL && first && !s->far &&
-            !PyType_Check(object) && search_source(s, ref, name, value, -1, -1) < 0) {
+        if (value == Py_None && ref != NULL && !PyType_Check(object) &&
+            search_source(s, ref, name, value, -1, -1) < 0) {
             return -1; /* None at first: watched, so that what comes later is seen */
         }
         if (oomkit_is_plain(value) && !PyType_Check(value)) {
@@ -149,47 +123,60 @@ search_own(oomkit_search *s, PyObject *object, int depth, int first)
     return 0;
 }
 
-/* Those in slots, which are not watched: taken as they are now. 0 or -1. */
+/* Those in the slots that a class has made. They are not watched: taken as they are
+ * now. 0 or -1. */
+static int
+search_slots_of(oomkit_search *s, PyObject *object, PyTypeObject *base, int depth)
+{
+    OWNED PyObject *names = Py_XNewRef(((PyHeapTypeObject *)base)->ht_slots);
+    Py_ssize_t i;
+
+    for (i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
+        PyObject *slot = /* borrowed */
+            PyDict_GetItemWithError(base->tp_dict, PyTuple_GET_ITEM(names, i));
+        OWNED PyObject *value = NULL;
+        if (slot == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+        if (slot == NULL || !Py_IS_TYPE(slot, &PyMemberDescr_Type) ||
+            PyDescr_TYPE(slot) != base || s->looked_at++ >= OBJECT_LIMIT) {
+            continue; /* somebody has put another there */
+        }
+        value =
+            PyMember_GetOne((char *)object, ((PyMemberDescrObject *)slot)->d_member);
+        if (value == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        if (value == NULL) {
+            PyErr_Clear(); /* empty */
+        } else if (search_attribute(s, object, value, depth - 1) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int
 search_slots(oomkit_search *s, PyObject *object, int depth)
 {
-    PyObject *mro = Py_TYPE(object)->tp_mro; /* borrowed, as all of it, from the type */
-    Py_ssize_t i, j;
+    OWNED PyObject *mro = Py_NewRef(Py_TYPE(object)->tp_mro);
+    Py_ssize_t i;
 
     for (i = 0; i < PyTuple_GET_SIZE(mro); i++) {
         PyTypeObject *base = (PyTypeObject *)PyTuple_GET_ITEM(mro, i);
-        PyObject *names = PyType_HasFeature(base, Py_TPFLAGS_HEAPTYPE)
-                              ? ((PyHeapTypeObject *)base)->ht_slots
-                              : NULL;
-        for (j = 0; names != NULL && j < PyTuple_GET_SIZE(names); j++) {
-            PyObject *slot =
-                PyDict_GetItemWithError(base->tp_dict, PyTuple_GET_ITEM(names, j));
-            OWNED PyObject *value = NULL;
-            if (slot == NULL || !Py_IS_TYPE(slot, &PyMemberDescr_Type)) {
-                continue;
-            }
-            value = PyMember_GetOne((char *)object,
-                                    ((PyMemberDescrObject *)slot)->d_member);
-            if (value == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-                return -1;
-            }
-            if (value == NULL) {
-                PyErr_Clear(); /* empty */
-            } else if (search_attribute(s, object, value, depth - 1) < 0) {
-                return -1;
-            }
+        if (PyType_HasFeature(base, Py_TPFLAGS_HEAPTYPE) &&
+            search_slots_of(s, object, base, depth) < 0) {
+            return -1;
         }
     }
-    return PyErr_Occurred() ? -1 : 0;
+    return 0;
 }
 
 int
 oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth)
 {
-    const int opens = search_opens(s, object, depth);
-
-    if (opens <= 0 || search_own(s, object, depth, opens == 2) < 0) {
-        return opens == 0 ? 0 : -1;
+    if (search_own(s, object, depth) < 0) {
+        return -1;
     }
     return PyType_Check(object) ? 0 : search_slots(s, object, depth);
 }
@@ -210,56 +197,29 @@ search_partial(oomkit_search *s, PyObject *value)
                : search_function(s, inner, 1);
 }
 
-/* The first items of a list, a tuple or a dictionary: a list. New reference or NULL. */
-static PyObject *
-first_items(PyObject *container)
-{
-    OWNED PyObject *items = NULL;
-    PyObject *value; /* borrowed from the dictionary */
-    Py_ssize_t at = 0;
-
-    if (PyList_Check(container)) {
-        return PyList_GetSlice(container, 0, ITEM_LIMIT);
-    }
-    items = PyList_New(0);
-    for (; items != NULL && PyTuple_Check(container) &&
-           at < PyTuple_GET_SIZE(container) && at < ITEM_LIMIT;
-         at++) {
-        if (PyList_Append(items, PyTuple_GET_ITEM(container, at)) < 0) {
-            return NULL;
-        }
-    }
-    while (items != NULL && PyDict_Check(container) &&
-           PyList_GET_SIZE(items) < ITEM_LIMIT &&
-           PyDict_Next(container, &at, NULL, &value)) {
-        if (PyList_Append(items, value) < 0) {
-            return NULL;
-        }
-    }
-    return STEAL(items);
-}
-
 /* What is called by another name than its own: elements of a list or a dictionary that
  * are functions or objects of the user's own. What containers among them hold is
- * oomkit_participants_add()'s, where they are near. 0 or -1. */
+ * oomkit_participants_add()'s. 0 or -1. */
 static int
 search_items(oomkit_search *s, PyObject *container, int depth)
 {
-    const int opens = search_opens(s, container, depth);
-    OWNED PyObject *items = opens <= 0 ? NULL : first_items(container);
+    OWNED PyObject *values =
+        PyDict_Check(container) ? PyDict_Values(container) : Py_NewRef(container);
+    OWNED PyObject *items = values == NULL ? NULL : PySequence_Tuple(values);
     Py_ssize_t i;
 
-    for (i = 0; items != NULL && i < PyList_GET_SIZE(items); i++) {
-        PyObject *item = PyList_GET_ITEM(items, i); /* borrowed from items */
+    for (i = 0; items != NULL && i < PyTuple_GET_SIZE(items) && i < ITEM_LIMIT; i++) {
+        PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed from items */
         int result = search_renamed(s, item, depth);
-        if (result == 0 && (s->far || !is_container(item))) {
+        if (result == 0 && !PyDict_CheckExact(item) && !PyList_CheckExact(item) &&
+            !PyTuple_CheckExact(item)) {
             result = oomkit_search_value(s, item, depth);
         }
-        if (result < 0 || s->looked_at++ >= OBJECT_LIMIT) {
-            return result < 0 ? -1 : 0;
+        if (result < 0) {
+            return -1;
         }
     }
-    return opens < 0 || (opens > 0 && items == NULL) ? -1 : 0;
+    return items == NULL ? -1 : 0;
 }
 
 int
@@ -273,13 +233,14 @@ oomkit_search_value(oomkit_search *s, PyObject *value, int depth)
     if (oomkit_is_plain(value)) {
         return 0;
     }
-    if (oomkit_participants_add(s->st, s->parts, value, s->far ? 0 : 2) < 0) {
+    if (oomkit_participants_add(s->st, s->parts, value, 2) < 0) {
         return -1;
     }
     if (is_module_object(s, value)) {
         return depth > 0 ? oomkit_search_attributes(s, value, 1) : 0;
     }
-    if (is_container(value)) {
+    if (PyDict_CheckExact(value) || PyList_CheckExact(value) ||
+        PyTuple_CheckExact(value)) {
         return depth > 0 ? search_items(s, value, depth - 1) : 0;
     }
     if (PyObject_TypeCheck(value, (PyTypeObject *)s->st->partial)) {
@@ -303,59 +264,10 @@ oomkit_search_value(oomkit_search *s, PyObject *value, int depth)
         oomkit_participants_add_owner(s->parts, value, OOMKIT_OWNER_PIPELINE) < 0) {
         return -1;
     }
-    if (depth == OOMKIT_OBJECT_DEPTH && !s->far &&
-        oomkit_search_class(s, Py_TYPE(value), 1) < 0) {
+    if (depth == OOMKIT_OBJECT_DEPTH && oomkit_search_class(s, Py_TYPE(value), 1) < 0) {
         return -1;
     }
     return depth > 0 ? oomkit_search_attributes(s, value, depth) : 0;
-}
-
-/* One root, near or far. */
-static int
-search_root(oomkit_search *s, const oomkit_search_root *root)
-{
-    const Py_ssize_t before = search_total(s->parts);
-    const int watched = root->container != NULL || root->argument >= 0,
-              depth = s->far ? OOMKIT_FAR_DEPTH : OOMKIT_OBJECT_DEPTH;
-
-    s->looked_at = 0;
-    if (oomkit_search_value(s, root->value, depth) < 0) {
-        return -1;
-    }
-    return watched && (search_total(s->parts) != before ||
-                       (!s->far && root->container != NULL &&
-                        is_module_object(s, root->value)))
-               ? search_source(s, root->container, root->key, root->value,
-                               root->argument, -1)
-               : 0;
-}
-
-int
-oomkit_search_from(oomkit_search *s, PyObject *value, PyObject *container,
-                   PyObject *key, Py_ssize_t argument)
-{
-    if (ARRAY_GROW(s->roots, s->root_count, s->root_room) < 0) {
-        return -1;
-    }
-    s->roots[s->root_count++] = (oomkit_search_root){
-        Py_NewRef(value), Py_XNewRef(container), Py_XNewRef(key), argument};
-    return search_root(s, &(oomkit_search_root){value, container, key, argument});
-}
-
-/* What stands far behind them, nearest roots first: new ones may come. 0 or -1. */
-static int
-search_far(oomkit_search *s)
-{
-    Py_ssize_t i;
-
-    s->far = 1;
-    for (i = 0; i < s->root_count; i++) {
-        const oomkit_search_root root = s->roots[i]; /* they may move */
-        if (search_root(s, &root) < 0) {
-            return -1;
-        }
-    }
-    return 0;
 }
 
 /* Is it the program's own: no library that was installed, and none of Python's? */
@@ -452,6 +364,9 @@ static int
 search_named(oomkit_search *s, PyObject *container, PyObject *key, PyObject *value,
              PyObject *names, int depth)
 {
+    Py_ssize_t before = search_total(s->parts);
+    int result;
+
     if (oomkit_is_plain(value) && !PyType_Check(value)) {
         /* `model = None` at first: watched, so that a later model is seen. */
         return value == Py_None ? search_source(s, container, key, value, -1, -1) : 0;
@@ -468,7 +383,14 @@ search_named(oomkit_search *s, PyObject *container, PyObject *key, PyObject *val
          */
         return depth > 0 ? search_function(s, value, depth - 1) : 0;
     }
-    return oomkit_search_from(s, value, container, key, -1);
+    Py_INCREF(value);
+    result = oomkit_search_value(s, value, OOMKIT_OBJECT_DEPTH);
+    if (result == 0 && (search_total(s->parts) != before ||
+                        PyObject_TypeCheck(value, (PyTypeObject *)s->st->Module))) {
+        result = search_source(s, container, key, value, -1, -1);
+    }
+    Py_DECREF(value);
+    return result;
 }
 
 /* A module of the program's own that goes by this name, which an import inside the
@@ -549,7 +471,7 @@ search_function(oomkit_search *s, PyObject *func, int depth)
     int result;
 
     if (PyMethod_Check(func)) {
-        return oomkit_search_from(s, PyMethod_GET_SELF(func), NULL, NULL, -1) < 0
+        return oomkit_search_value(s, PyMethod_GET_SELF(func), OOMKIT_OBJECT_DEPTH) < 0
                    ? -1
                    : search_function(s, PyMethod_GET_FUNCTION(func), depth);
     }
@@ -562,7 +484,7 @@ search_function(oomkit_search *s, PyObject *func, int depth)
     }
     if (!PyFunction_Check(func)) {
         OWNED PyObject *inner = NULL;
-        if (oomkit_search_from(s, func, NULL, NULL, -1) < 0 ||
+        if (oomkit_search_value(s, func, OOMKIT_OBJECT_DEPTH) < 0 ||
             oomkit_search_partial(s, func) < 0) {
             return -1;
         }
@@ -614,11 +536,14 @@ search_arguments(oomkit_search *s, PyObject *const *args, Py_ssize_t total)
             }
             continue;
         }
-        if (oomkit_search_from(s, value, NULL, NULL, i) < 0) {
+        if (oomkit_search_value(s, value, OOMKIT_OBJECT_DEPTH) < 0) {
             return -1;
         }
-        if (search_total(parts) == before &&
-            parts->plain_count < OOMKIT_ARGUMENT_TYPES) {
+        if (search_total(parts) != before) {
+            if (search_source(s, NULL, NULL, value, i, -1) < 0) {
+                return -1;
+            }
+        } else if (parts->plain_count < OOMKIT_ARGUMENT_TYPES) {
             parts->plain_types[parts->plain_count++] = Py_TYPE(value);
         }
     }
@@ -662,20 +587,6 @@ search_explicit(oomkit_search *s)
     return 0;
 }
 
-static void
-search_end(oomkit_search *s)
-{
-    Py_ssize_t i;
-
-    Py_CLEAR(s->opened);
-    for (i = 0; i < s->root_count; i++) {
-        Py_CLEAR(s->roots[i].value);
-        Py_CLEAR(s->roots[i].container);
-        Py_CLEAR(s->roots[i].key);
-    }
-    MEMORY_CLEAR(s->roots);
-}
-
 oomkit_participants *
 oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
                          PyObject *func, PyObject *const *args, Py_ssize_t positional,
@@ -695,19 +606,20 @@ oomkit_participants_find(oomkit_state *st, const oomkit_options *options,
     s.parts = parts;
     parts->roots = PyList_New(0);
     parts->seen = PySet_New(NULL);
-    s.opened = PyDict_New();
-    if (parts->roots == NULL || parts->seen == NULL || s.opened == NULL ||
-        search_explicit(&s) < 0 || search_arguments(&s, args, total) < 0 ||
-        search_function(&s, func, CALLED_DEPTH) < 0 || search_far(&s) < 0 ||
-        (parts->optimizer_led && oomkit_participants_add_modules(st, parts) < 0)) {
-        search_end(&s);
-        oomkit_participants_release(parts);
-        return NULL;
+    if (parts->roots == NULL || parts->seen == NULL || search_explicit(&s) < 0) {
+        goto error;
     }
-    search_end(&s);
+    if (search_arguments(&s, args, total) < 0 ||
+        search_function(&s, func, CALLED_DEPTH) < 0 ||
+        (parts->optimizer_led && oomkit_participants_add_modules(st, parts) < 0)) {
+        goto error;
+    }
     if (options->rng == OOMKIT_RNG_ALL) {
         parts->uses_random = parts->uses_numpy = 1;
     }
     Py_CLEAR(parts->seen);
     return parts;
+error:
+    oomkit_participants_release(parts);
+    return NULL;
 }

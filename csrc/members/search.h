@@ -5,25 +5,12 @@
 #include "members.h"
 
 #define OOMKIT_OBJECT_DEPTH 3 /* objects in attributes of the user's own objects */
-#define OOMKIT_FAR_DEPTH 8    /* and where everything nearer has been looked at */
-
-/* A value that the function itself leads to, and where it stands. */
-typedef struct oomkit_search_root {
-    PyObject *value;     /* owned */
-    PyObject *container; /* owned, or NULL; the rest as in oomkit_source */
-    PyObject *key;
-    Py_ssize_t argument;
-} oomkit_search_root;
 
 typedef struct oomkit_search {
     oomkit_state *st;
     const oomkit_options *options;
     oomkit_participants *parts;
-    int looked_at;    /* behind the present root */
-    PyObject *opened; /* owned: addresses of what was opened, and how deep */
-    oomkit_search_root *roots;
-    Py_ssize_t root_count, root_room;
-    int far; /* all that is near has been looked at */
+    int looked_at; /* attributes so far */
 } oomkit_search;
 
 /* Known kinds are added; an object or a class of the user's own is opened, `depth`
@@ -36,14 +23,6 @@ oomkit_search_value(oomkit_search *s, PyObject *value, int depth);
  * theirs; of a class those without underscores in front. 0 or -1. */
 int
 oomkit_search_attributes(oomkit_search *s, PyObject *object, int depth);
-
-/* The same for a value that the function itself leads to; what stands behind it is
- * looked at again, far deeper, when all of these have been. `container`, `key` and
- * `argument` as in oomkit_source: NULL, NULL and -1 where it is not watched. 0 or -1.
- */
-int
-oomkit_search_from(oomkit_search *s, PyObject *value, PyObject *container,
-                   PyObject *key, Py_ssize_t argument);
 
 /* --- bound_objects.c: what is bound before the call --- */
 

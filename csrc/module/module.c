@@ -280,12 +280,16 @@ module_watch_backward(PyObject *module, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-/* Registration hooks of torch.nn.Module: (module, name, value) -> None. */
+/* Registration hooks of torch.nn.Module: (module, name, value) -> None. An averaged
+ * model that is made gets its module. */
 static PyObject *
-module_structure_changed(PyObject *module, PyObject *const *Py_UNUSED(args),
-                         Py_ssize_t Py_UNUSED(count))
+module_structure_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    oomkit_state_of_module(module)->structure_generation++;
+    oomkit_state *st = oomkit_state_of_module(module);
+
+    st->structure_generation++;
+    st->averaged_any |= st->AveragedModel != NULL && count > 0 &&
+                        PyObject_TypeCheck(args[0], (PyTypeObject *)st->AveragedModel);
     Py_RETURN_NONE;
 }
 

@@ -307,6 +307,7 @@
     X(kept) /* capsule: sizes of steps that are gone, or NULL: see kept_sizes.c */     \
     X(spare_interceptor) /* the first of those that are free, or NULL: see install.c   \
                           */                                                           \
+    X(schedulers_found)  /* list of weak references, or NULL: see hidden.c */          \
     X(splitters) /* dict: type -> (split, size, join), or NULL: see splitters.c */     \
     X(forbid_saved_hooks) /* torch._C._autograd._saved_tensors_hooks_disable, or NULL: \
                              see offload.c */                                          \
@@ -409,6 +410,7 @@ typedef struct oomkit_state {
     uint64_t stream_size;          /* of its bytes; 0: they cannot be read */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
     int structure_hooked;          /* our registration hooks are installed */
+    int averaged_any;              /* there may be averaged models: see hidden.c */
     int flush_pending;       /* a guard wants the cache emptied at the next call */
     uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
     int settings_expandable; /* what was read then: 1 or 0 */

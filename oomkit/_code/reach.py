@@ -7,6 +7,7 @@ Nothing of the user's is run: an object may have an `==`, a length or an order o
 from __future__ import annotations
 
 import logging
+import sys
 import types
 import weakref
 from argparse import Namespace
@@ -84,7 +85,7 @@ def is_own_module(module: types.ModuleType) -> bool:
     top, parts = str(space.get("__name__")).partition(".")[0], PurePath(str(space.get("__file__")))
     library = top in FOREIGN or top in LIBRARIES or "__file__" not in space
     installed = {"site-packages", "dist-packages", "lib-dynload"}.intersection(parts.parts)
-    standard = is_foreign(type("", (), {"__module__": top}))
+    standard = top in sys.stdlib_module_names
     return not (library or installed or standard or _has_threads(iter([*space.items()])))
 
 

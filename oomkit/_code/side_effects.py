@@ -11,6 +11,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,7 +33,7 @@ from .objects import (
     undecorated,
     unwrap,
 )
-from .reach import is_looked_at, leads_on
+from .reach import carefully, is_looked_at, leads_on
 from .spots import is_a, own_of, reachable
 
 _log = logging.getLogger("oomkit")
@@ -103,11 +104,12 @@ def _difference(was: object, now: object) -> str | None:
 class _Scan:
     """The state that the names of a step lead to, as plain values by path."""
 
-    __slots__ = ("found", "seen", "skip")
+    __slots__ = ("found", "opened", "seen", "skip")
 
     def __init__(self, skip: set[int]) -> None:
         self.skip = skip
         self.seen: set[int] = set()
+        self.opened: set[int] = set()  # objects whose attributes have been looked at
         self.found: dict[str, object] = {}
 
     def value(self, path: str, value: Any, depth: int) -> None:
@@ -126,11 +128,13 @@ class _Scan:
             self.container(path, value, depth)
         elif isinstance(value, torch.nn.Module):
             self.seen.add(id(value))
+            self.opened.add(id(value))
             self.module(path, value)
         elif not is_foreign(kind) and kind.__flags__ & (1 << 9):  # a class made in Python
             self.seen.add(id(value))
             self.found[path] = _Other(value)
             if depth < _DEPTH:
+                self.opened.add(id(value))
                 for name, inner in own_attributes(value):
                     self.value(f"{path}.{name}", inner, depth + 1)
 
@@ -186,7 +190,7 @@ class _Far:
 
     def __init__(self, near: _Scan, known: set[int]) -> None:
         self._near, self._known = near, known
-        self._passed = set(near.seen)
+        self._passed = set(near.opened)
 
     def value(self, value: Any) -> None:
         """The nearest come first."""
@@ -204,19 +208,19 @@ class _Far:
     def _tensors(self, module: Any, own: dict[str, Any]) -> None:
         for kind, sample in (("_parameters", False), ("_buffers", True)):
             for name, tensor in [*own.get(kind, {}).items()]:
-                if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                if is_a(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
                     self._record(module, name, TensorMark(tensor, sample))
 
     def _attributes(self, owner: Any, but: frozenset[str]) -> None:
         for name, value in own_attributes(owner, but):
             if type(value) in PLAIN:
                 self._record(owner, name, value)
-            elif isinstance(value, torch.Tensor):
-                if not isinstance(value, torch.nn.Parameter):
+            elif is_a(value, torch.Tensor):
+                if not is_a(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value):
                     self._record(owner, name, TensorMark(value))
             elif type(value) in _CONTAINERS and id(value) not in self._near.skip:
                 inner = _Scan(self._near.skip)
-                inner.container("", value, _DEPTH)
+                inner.container("", value, _DEPTH - 1)
                 for at, found in inner.found.items():
                     self._record(owner, name + at, found)
 
@@ -362,11 +366,14 @@ class Watch:
             for name, value in function.names():
                 if not isinstance(value, (types.FunctionType, types.ModuleType, type)):
                     scan.value(name, value, 0)
-        for function in self.functions[:1]:
-            far = _Far(scan, self.known)
-            for value in reachable(function.function, [*function.given.values()], leads_on):
-                far.value(value)
+        if self.functions:
+            carefully(partial(self._scan_far, scan))
         return scan.found
+
+    def _scan_far(self, scan: _Scan) -> None:
+        first, far = self.functions[0], _Far(scan, self.known)
+        for value in reachable(first.function, [*first.given.values()], leads_on):
+            carefully(partial(far.value, value))
 
     def __call__(self, guarded: bool) -> tuple[str | None, str | None, str | None]:
         try:
@@ -403,9 +410,10 @@ class Watch:
             if path not in self.before and _is_count(path, value)
         }
         lines = [_line(effect, changed.pop(effect.path, None)) for effect in effects]
-        lines += [f"{_shown(path)} ({how})" for path, how in changed.items()]
-        logged = [line for f in self.functions[:1] for line in _logging(f)]
-        lines = list(dict.fromkeys(lines + logged + buffers))
+        lines += [f"{path} ({how})" for path, how in changed.items() if _AT not in path]
+        lines += [line for f in self.functions[:1] for line in _logging(f)] + buffers
+        lines += [f"{_shown(path)} ({how})" for path, how in changed.items() if _AT in path]
+        lines = list(dict.fromkeys(lines))
         if len(lines) > _SHOWN:
             lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
         return "; ".join(lines) or None

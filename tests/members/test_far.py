@@ -173,51 +173,21 @@ def test_a_model_far_away_is_like_one_that_the_step_names(where: str, phase: str
         assert train(far=True) == expected
 
 
-def test_what_is_near_is_found_before_a_world_of_objects_far_away() -> None:
-    class Link:
-        pass
-
-    world: Any = Link()
-    for i in range(200):
-        setattr(world, f"part{i}", Link())
-        for j in range(100):
-            setattr(getattr(world, f"part{i}"), f"item{j}", Link())
+@pytest.mark.parametrize("kind", [Slots, MoreSlots, Data])
+def test_slots_are_looked_into(kind: Any) -> None:
     model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    box = Box(model)
+    box = kind(kind(model))
 
     @oomkit.auto_batch
-    def step(x: torch.Tensor, y: torch.Tensor, first: Any = world, then: Any = box) -> None:
-        optimizer.zero_grad()
-        F.mse_loss(then.held(x), y).backward()
-        optimizer.step()
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        F.mse_loss(box.held.held(x), y).backward()
 
     with pytest.warns(oomkit.OomkitWarning, match="'total' of a Counted"):
         _train(step, "backward")
     alone = _model()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for x, y in _data():
-        step.__wrapped__(x, y, then=Box(alone))
-    assert _values(model) == pytest.approx(_values(alone), rel=1e-12)
-
-
-def test_another_model_far_away_is_found_anew() -> None:
-    models = [_model(), _model()]
-    outer = Box(Box(Box(Box(Box(models[0])))))
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor) -> None:
-        outer.held.held.held.held.held(x).sum().backward()
-
-    x = _data()[0][0]
-    step(x)
-    outer.held.held.held.held.held = models[1]
-    with inject_oom(nth=1, phase="backward") as armed, pytest.warns(oomkit.OomkitWarning):
-        step(x)
-    assert armed.fired == 1
-    before = models[0][1].total.item()
-    models[0](x)
-    assert models[1][1].total.item() == pytest.approx(before, rel=1e-12)
+    for x, _ in _data():
+        alone(x)
+    assert model[1].total.item() == pytest.approx(alone[1].total.item(), rel=1e-12)
 
 
 NET: Any = None  # what the following read where no search looks
@@ -373,6 +343,37 @@ def test_a_hidden_average_of_the_weights_is_updated_once(where: str, scheduled: 
     _train(step, "forward")
     assert average.n_averaged == STEPS
     assert scheduler is None or scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_what_is_made_and_hidden_after_the_first_call_is_stepped_once(searched: bool) -> None:
+    model = nn.Linear(4, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = sched.StepLR(optimizer, 100)
+    later: deque[Any] = deque()
+    calls = iter(range(STEPS))
+
+    def step(x: torch.Tensor, y: torch.Tensor, number: int) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if later:
+            later[0].step()
+            later[1].update_parameters(model)
+
+    decorated = oomkit.auto_batch(step)
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> None:
+        if (number := next(calls)) == FAILS - 1:
+            later.append(sched.ExponentialLR(optimizer, 0.5))
+            later.append(AveragedModel(model))
+        decorated(x, y, number)
+        if searched:
+            nn.Linear(1, 1)
+
+    _train(call, "forward")
+    assert later[0].last_epoch == later[1].n_averaged == STEPS - FAILS + 1
+    assert first.last_epoch == 0
 
 
 def test_a_hidden_scheduler_is_known_to_a_later_search() -> None:

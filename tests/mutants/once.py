@@ -34,7 +34,7 @@ MUTANTS = [
         "hidden-schedulers-found-late",
         "schedulers that no name leads to are marked before the step can move them",
         "csrc/hook/install.c",
-        "    return intercept_hidden(call);",
+        "    return oomkit_hidden_at_entry(call);",
         "    return 0;",
         ("members/test_far.py::test_a_hidden_scheduler_is_stepped_once",),
     ),

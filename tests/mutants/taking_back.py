@@ -30,12 +30,13 @@ MUTANTS = [
         ("engine/test_steps.py::test_generator_among_the_globals_is_rolled_back",),
     ),
     Mutant(
-        "nothing-far-away",
-        "what stands far away takes part: its buffers are put back",
+        "modules-of-optimizers-unknown",
+        "modules whose parameters an optimizer has take part: their buffers are put back",
         "csrc/members/search.c",
-        " || search_far(&s) < 0) {",
-        ") {",
-        ("members/test_far.py::test_a_model_far_away_is_like_one_that_the_step_names",),
+        "(parts->optimizer_led && oomkit_participants_add_modules(st, parts) < 0)",
+        "0",
+        ("members/test_far.py::"
+         "test_the_model_of_a_known_optimizer_takes_part_whatever_leads_to_it",),
     ),
     Mutant(
         "no-buffer-restore",
