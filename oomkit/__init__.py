@@ -172,6 +172,7 @@ _fits = _C._bind(
         "keepsake": _keepsake.keepsake,
         "silent_closure": _closures.silent_closure,
         "plain_places": _plain_state.places,
+        "watch_schedulers": _patches.watch_schedulers,
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,
         "find_zero_grad": _patches.find_zero_grad,

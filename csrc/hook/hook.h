@@ -60,12 +60,13 @@ int
 oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r);
 
 /* --- hidden.c --- */
-/* Schedulers that nothing leads to, of the optimizers of this call: before it begins,
- * and, with averaged models, before its first split attempt. 0 or -1. */
+/* A scheduler or an averaged model was made. 0 or -1. */
 int
-oomkit_hidden_at_entry(oomkit_call *call);
+oomkit_hidden_made(oomkit_state *st, PyObject *object);
+/* Those that nothing leads to, and that were made since the participants of this call
+ * were found, take part. 0 or -1. */
 int
-oomkit_hidden_at_split(oomkit_call *call);
+oomkit_hidden_look(oomkit_call *call);
 
 /* --- nested.c --- */
 /* Backwards inside backwards */

@@ -183,7 +183,7 @@ oomkit_intercept_install(oomkit_call *call)
             return -1;
         }
     }
-    return oomkit_hidden_at_entry(call);
+    return oomkit_hidden_look(call);
 }
 
 /* Puts back what stood there. Keeps the exception in flight. An entry that the step
@@ -236,6 +236,9 @@ oomkit_intercept_remove(oomkit_call *call)
 int
 oomkit_intercept_schedulers(oomkit_call *call)
 {
+    if (oomkit_hidden_look(call) < 0) { /* those that the attempt before has made */
+        return -1;
+    }
     if (call->hooked.schedulers) {
         return 0;
     }
@@ -342,8 +345,7 @@ oomkit_intercept_split(oomkit_call *call)
         }
         call->st->withheld_ready = 1;
     }
-    return oomkit_hidden_at_split(call) < 0 || oomkit_accelerate_split(call) < 0 ||
-                   oomkit_intercept_zero_grad(call, 0) < 0
+    return oomkit_accelerate_split(call) < 0 || oomkit_intercept_zero_grad(call, 0) < 0
                ? -1
                : 0;
 }

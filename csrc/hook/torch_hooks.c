@@ -33,7 +33,9 @@ oomkit_watch_structure(oomkit_state *st)
     if (done != NULL) {
         Py_SETREF(done, PyObject_CallNoArgs(st->watch_train));
     }
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallNoArgs(st->watch_schedulers));
+    }
     st->structure_hooked = done != NULL;
-    st->averaged_any = 1; /* made before */
     return done == NULL ? -1 : 0;
 }

@@ -553,7 +553,8 @@ oomkit_pipeline_is(PyObject *object)
            object_is_of(object, "_PipelineStageBase", package);
 }
 
-/* Is this the name of torch.optim, or of a module in it? Keeps no exception. */
+/* Is this the name of torch.optim, or of a module in it, or of ours that tells of new
+ * schedulers? Keeps no exception. */
 static int
 module_is_torchs(PyObject *module)
 {
@@ -563,7 +564,8 @@ module_is_torchs(PyObject *module)
     if (PyErr_Occurred()) {
         oomkit_error_dismiss(); /* an unreadable name is not torch's */
     }
-    return name != NULL && strncmp(name, "torch.optim", 11) == 0;
+    return name != NULL && (strncmp(name, "torch.optim", 11) == 0 ||
+                            strcmp(name, "oomkit._engine.patches") == 0);
 }
 
 /* Is this one of a class's, which is no method, or one of torch? By where it reads its

@@ -134,8 +134,8 @@ typedef struct oomkit_participants {
     oomkit_image *images; /* bytes of small CPU buffers, which need no tensor */
     Py_ssize_t moving_count;
     int looked_for_accelerators; /* the same for accelerate's Accelerator */
-    int looked_for_hidden; /* schedulers out of the search's sight were looked for: */
-    int looked_for_split;  /* at the entry of a call, and before a split */
+    uint64_t hidden_taken; /* st->hidden_made when those that nothing leads to were
+                              taken: see hidden.c */
     int norm_said;         /* the BatchNorm warning was given */
     Py_ssize_t wrapped;    /* how many of them wrap others for several ranks; -1 if none
                               does, 0 before it was asked */
@@ -282,6 +282,9 @@ oomkit_modules_of(oomkit_state *st, PyObject *reached, PyObject *all);
  * nothing else leads to. 0 or -1. */
 int
 oomkit_participants_add_modules(oomkit_state *st, oomkit_participants *parts);
+/* A module gets this parameter, or module. 0 or -1. */
+int
+oomkit_parameter_joins(oomkit_state *st, PyObject *param);
 
 /* --- attributes.c --- */
 /* What an object has in its own dictionary under this name, which is asked for none

@@ -13,12 +13,13 @@ oomkit_modules_alive(oomkit_state *st)
 
     for (i = 0; modules != NULL && i < PyList_GET_SIZE(objects); i++) {
         PyObject *object = PyList_GET_ITEM(objects, i); /* borrowed */
-        int made;                                       /* has Module.__init__ run? */
+        OWNED PyObject *parts = NULL;
         if (!PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Module)) {
             continue;
         }
-        made = oomkit_has_attribute(object, st->str_modules);
-        if (made < 0 || (made && PyList_Append(modules, object) < 0)) {
+        parts = oomkit_own_attribute(object, st->str_modules);
+        if (PyErr_Occurred() || /* without them Module.__init__ has not run */
+            (parts != NULL && PyList_Append(modules, object) < 0)) {
             return NULL;
         }
     }
@@ -32,10 +33,10 @@ module_has(PyObject *module, PyObject *name, PyObject *values)
     PyObject *key, *value; /* borrowed from the dict */
     Py_ssize_t at = 0;
     int result = 0;
-    OWNED PyObject *dict = PyObject_GetAttr(module, name);
+    OWNED PyObject *dict = oomkit_own_attribute(module, name);
 
     if (dict == NULL) {
-        return -1;
+        return PyErr_Occurred() ? -1 : 0;
     }
     while (result == 0 && PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
         OWNED PyObject *address = PyLong_FromVoidPtr(value);
@@ -90,7 +91,7 @@ module_discard(oomkit_state *st, PyObject *module, PyObject *addresses)
 {
     PyObject *key, *value; /* borrowed from the dict */
     Py_ssize_t at = 0;
-    OWNED PyObject *dict = PyObject_GetAttr(module, st->str_parameters);
+    OWNED PyObject *dict = oomkit_own_attribute(module, st->str_parameters);
 
     while (dict != NULL && PyDict_Check(dict) && PyDict_Next(dict, &at, &key, &value)) {
         OWNED PyObject *address = PyLong_FromVoidPtr(value);
@@ -98,10 +99,23 @@ module_discard(oomkit_state *st, PyObject *module, PyObject *addresses)
             return -1;
         }
     }
-    return dict == NULL ? -1 : 0;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
-/* The addresses of parameters that no module which was found has. New set or NULL. */
+/* Is it known that no module has it? `address` is its. 1, 0 or -1. */
+static int
+is_known_alone(const oomkit_state *st, const PyObject *param, PyObject *address)
+{
+    PyObject *ref = st->params_alone == NULL /* borrowed */
+                        ? NULL
+                        : PyDict_GetItemWithError(st->params_alone, address);
+
+    return ref == NULL ? (PyErr_Occurred() ? -1 : 0)
+                       : PyWeakref_GET_OBJECT(ref) == param;
+}
+
+/* The addresses of parameters that no module which was found has, but for those of
+ * which that is known. New set or NULL. */
 static PyObject *
 parameters_alone(oomkit_state *st, const oomkit_participants *parts)
 {
@@ -109,10 +123,14 @@ parameters_alone(oomkit_state *st, const oomkit_participants *parts)
     Py_ssize_t i;
 
     for (i = 0; alone != NULL && i < parts->param_count; i++) {
-        OWNED PyObject *address = oomkit_tensor_is_parameter(st, parts->params[i])
-                                      ? PyLong_FromVoidPtr(parts->params[i])
-                                      : NULL;
-        if (PyErr_Occurred() || (address != NULL && PySet_Add(alone, address) < 0)) {
+        OWNED PyObject *address = NULL;
+        int known;
+        if (!oomkit_tensor_is_parameter(st, parts->params[i])) {
+            continue;
+        }
+        address = PyLong_FromVoidPtr(parts->params[i]);
+        known = address == NULL ? -1 : is_known_alone(st, parts->params[i], address);
+        if (known < 0 || (!known && PySet_Add(alone, address) < 0)) {
             return NULL;
         }
     }
@@ -125,21 +143,102 @@ parameters_alone(oomkit_state *st, const oomkit_participants *parts)
     return STEAL(alone);
 }
 
-int
-oomkit_participants_add_modules(oomkit_state *st, oomkit_participants *parts)
+/* Those of `all` that have what is `alone` take part, and are noted where `noted` (a
+ * list, or NULL). 0 or -1. */
+static int
+add_modules_of(oomkit_state *st, oomkit_participants *parts, PyObject *alone,
+               PyObject *all, PyObject *noted)
 {
-    OWNED PyObject *alone = parameters_alone(st, parts), *all = NULL, *found = NULL;
+    OWNED PyObject *reached = PySet_New(alone);
+    OWNED PyObject *found = reached ? oomkit_modules_of(st, reached, all) : NULL;
     Py_ssize_t i;
 
-    if (alone == NULL || PySet_GET_SIZE(alone) == 0) {
-        return alone == NULL ? -1 : 0;
-    }
-    all = oomkit_modules_alive(st);
-    found = all == NULL ? NULL : oomkit_modules_of(st, alone, all);
     for (i = found == NULL ? 0 : PyList_GET_SIZE(found); i-- > 0;) {
-        if (oomkit_participants_add(st, parts, PyList_GET_ITEM(found, i), 0) < 0) {
+        PyObject *module = PyList_GET_ITEM(found, i); /* borrowed */
+        OWNED PyObject *ref = noted == NULL ? NULL : PyWeakref_NewRef(module, NULL);
+        if ((noted != NULL && (ref == NULL || PyList_Append(noted, ref) < 0)) ||
+            oomkit_participants_add(st, parts, module, 0) < 0) {
             return -1;
         }
     }
     return found == NULL ? -1 : 0;
+}
+
+/* What is alone still has no module, which is remembered. 0 or -1. */
+static int
+note_alone(oomkit_state *st, const oomkit_participants *parts)
+{
+    OWNED PyObject *alone = parameters_alone(st, parts);
+    Py_ssize_t i;
+
+    if (alone == NULL ||
+        (st->params_alone == NULL && (st->params_alone = PyDict_New()) == NULL)) {
+        return -1;
+    }
+    for (i = 0; PySet_GET_SIZE(alone) > 0 && i < parts->param_count; i++) {
+        OWNED PyObject *address = PyLong_FromVoidPtr(parts->params[i]), *ref = NULL;
+        const int is = address == NULL ? -1 : PySet_Contains(alone, address);
+        if (is > 0) {
+            ref = PyWeakref_NewRef(parts->params[i], NULL);
+        }
+        if (is < 0 || (is && (ref == NULL ||
+                              PyDict_SetItem(st->params_alone, address, ref) < 0))) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Those that are alive of the modules that were found before. New list or NULL. */
+static PyObject *
+modules_before(const oomkit_state *st)
+{
+    OWNED PyObject *modules = PyList_New(0), *refs = Py_XNewRef(st->modules_found);
+    Py_ssize_t i;
+
+    for (i = 0; modules && refs && i < PyList_GET_SIZE(refs); i++) {
+        OWNED PyObject *module = oomkit_reference_get(PyList_GET_ITEM(refs, i));
+        if (module != NULL && PyList_Append(modules, module) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(modules);
+}
+
+int
+oomkit_participants_add_modules(oomkit_state *st, oomkit_participants *parts)
+{
+    OWNED PyObject *alone = parameters_alone(st, parts), *all = NULL, *noted = NULL;
+
+    if (alone == NULL || PySet_GET_SIZE(alone) == 0) {
+        return alone == NULL ? -1 : 0;
+    }
+    all = modules_before(st);
+    if (all == NULL || add_modules_of(st, parts, alone, all, NULL) < 0) {
+        return -1;
+    }
+    Py_SETREF(alone, parameters_alone(st, parts));
+    if (alone == NULL || PySet_GET_SIZE(alone) == 0) {
+        return alone == NULL ? -1 : 0;
+    }
+    Py_SETREF(all, oomkit_modules_alive(st));
+    noted = all == NULL ? NULL : PyList_New(0);
+    if (noted == NULL || add_modules_of(st, parts, alone, all, noted) < 0) {
+        return -1;
+    }
+    Py_XSETREF(st->modules_found, STEAL(noted));
+    return note_alone(st, parts);
+}
+
+int
+oomkit_parameter_joins(oomkit_state *st, PyObject *param)
+{
+    OWNED PyObject *address =
+        st->params_alone == NULL ? NULL : PyLong_FromVoidPtr(param);
+    const int known = address == NULL ? 0 : PyDict_Contains(st->params_alone, address);
+
+    if (known > 0) {
+        return PyDict_DelItem(st->params_alone, address);
+    }
+    return known < 0 || PyErr_Occurred() ? -1 : 0;
 }

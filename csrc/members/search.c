@@ -270,72 +270,12 @@ oomkit_search_value(oomkit_search *s, PyObject *value, int depth)
     return depth > 0 ? oomkit_search_attributes(s, value, depth) : 0;
 }
 
-/* Is it the program's own: no library that was installed, and none of Python's? */
-static int
-module_is_own(PyObject *module)
-{
-    static const char *const installed[] = {"site-packages", "dist-packages",
-                                            "/lib/python3.", "\\Lib\\"};
-    PyObject *file = oomkit_item(PyModule_GetDict(module), "__file__"); /* borrowed */
-    const char *path =
-        file != NULL && PyUnicode_Check(file) ? PyUnicode_AsUTF8(file) : NULL;
-    size_t i;
-
-    if (PyErr_Occurred()) {
-        oomkit_error_dismiss(); /* a path that cannot be read is nobody's */
-    }
-    for (i = 0; path != NULL && i < sizeof(installed) / sizeof(*installed); i++) {
-        path = strstr(path, installed[i]) == NULL ? path : NULL;
-    }
-    return path != NULL;
-}
-
-static int
-search_named(oomkit_search *s, PyObject *container, PyObject *key, PyObject *value,
-             PyObject *names, int depth);
-
-static int
-search_module(oomkit_search *s, PyObject *module, PyObject *names, int depth);
-
-/* What a module has under the names of the code: of one of the program's own like a
- * global variable. 0 or -1. */
-static int
-search_in_module(oomkit_search *s, PyObject *module, PyObject *names, int depth)
-{
-    PyObject *dict = PyModule_GetDict(module); /* borrowed from module */
-    const int is_own = module_is_own(module);
-    Py_ssize_t i;
-
-    for (i = 0; i < PyTuple_GET_SIZE(names); i++) {
-        PyObject *key = PyTuple_GET_ITEM(names, i); /* borrowed */
-        OWNED PyObject *value = Py_XNewRef(PyDict_GetItemWithError(dict, key));
-        Py_ssize_t before = search_total(s->parts);
-        int result = 0;
-        if (value == NULL && PyErr_Occurred()) {
-            return -1;
-        }
-        if (value != NULL && PyModule_Check(value)) {
-            result =
-                is_own && depth > 0 ? search_module(s, value, names, depth - 1) : 0;
-        } else if (value != NULL && is_own) {
-            result = search_named(s, dict, key, value, names, depth);
-        } else if (value != NULL && !oomkit_is_plain(value)) {
-            result = oomkit_participants_add(s->st, s->parts, value, 1);
-            if (result == 0 && search_total(s->parts) != before) {
-                result = search_source(s, dict, key, value, -1, -1);
-            }
-        }
-        if (result < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* A module named by the code: attributes of it that the code names too. */
 static int
-search_module(oomkit_search *s, PyObject *module, PyObject *names, int depth)
+search_module(oomkit_search *s, PyObject *module, PyObject *names)
 {
+    Py_ssize_t i;
+    PyObject *dict = PyModule_GetDict(module); /* borrowed from module */
     const char *name = PyModule_GetName(module);
 
     if (name == NULL) {
@@ -356,7 +296,20 @@ search_module(oomkit_search *s, PyObject *module, PyObject *names, int depth)
     if (strncmp(name, "torch", 5) == 0 || strncmp(name, "oomkit", 6) == 0) {
         return 0;
     }
-    return search_in_module(s, module, names, depth);
+    for (i = 0; i < PyTuple_GET_SIZE(names); i++) {
+        PyObject *key = PyTuple_GET_ITEM(names, i);           /* borrowed */
+        PyObject *value = PyDict_GetItemWithError(dict, key); /* borrowed */
+        Py_ssize_t before = search_total(s->parts);
+        if (value == NULL || oomkit_is_plain(value)) {
+            continue;
+        }
+        if (oomkit_participants_add(s->st, s->parts, value, 1) < 0 ||
+            (search_total(s->parts) != before &&
+             search_source(s, dict, key, value, -1, -1) < 0)) {
+            return -1;
+        }
+    }
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* One value that the code names, found in a dict of globals or in a closure cell. */
@@ -372,7 +325,7 @@ search_named(oomkit_search *s, PyObject *container, PyObject *key, PyObject *val
         return value == Py_None ? search_source(s, container, key, value, -1, -1) : 0;
     }
     if (PyModule_Check(value)) {
-        return search_module(s, value, names, depth);
+        return search_module(s, value, names);
     }
     if (PyFunction_Check(value) || PyMethod_Check(value)) {
         return depth > 0 ? search_function(s, value, depth - 1) : 0;
@@ -393,18 +346,6 @@ search_named(oomkit_search *s, PyObject *container, PyObject *key, PyObject *val
     return result;
 }
 
-/* A module of the program's own that goes by this name, which an import inside the
- * function may mean. New reference; NULL, perhaps with an exception. */
-static PyObject *
-imported_inside(PyObject *name)
-{
-    OWNED PyObject *module = PyImport_GetModule(name);
-
-    return module != NULL && PyModule_Check(module) && module_is_own(module)
-               ? STEAL(module)
-               : NULL;
-}
-
 static int
 search_code(oomkit_search *s, PyObject *code, PyObject *globals, int depth)
 {
@@ -416,11 +357,8 @@ search_code(oomkit_search *s, PyObject *code, PyObject *globals, int depth)
         return -1;
     }
     for (i = 0; i < PyTuple_GET_SIZE(names); i++) {
-        PyObject *key = PyTuple_GET_ITEM(names, i); /* borrowed */
-        OWNED PyObject *value = Py_XNewRef(PyDict_GetItemWithError(globals, key));
-        if (value == NULL && !PyErr_Occurred()) {
-            value = imported_inside(key);
-        }
+        PyObject *key = PyTuple_GET_ITEM(names, i);              /* borrowed */
+        PyObject *value = PyDict_GetItemWithError(globals, key); /* borrowed */
         if (value == NULL && PyErr_Occurred()) {
             return -1;
         }

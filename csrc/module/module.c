@@ -280,16 +280,32 @@ module_watch_backward(PyObject *module, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-/* Registration hooks of torch.nn.Module: (module, name, value) -> None. An averaged
- * model that is made gets its module. */
+/* Registration hooks of torch.nn.Module: (module, name, value) -> None. */
 static PyObject *
 module_structure_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     oomkit_state *st = oomkit_state_of_module(module);
 
     st->structure_generation++;
-    st->averaged_any |= st->AveragedModel != NULL && count > 0 &&
-                        PyObject_TypeCheck(args[0], (PyTypeObject *)st->AveragedModel);
+    if (count < 3) {
+        Py_RETURN_NONE;
+    }
+    if (oomkit_parameter_joins(st, args[2]) < 0 ||
+        (st->AveragedModel != NULL && /* which gets its module when it is made */
+         PyObject_TypeCheck(args[0], (PyTypeObject *)st->AveragedModel) &&
+         oomkit_hidden_made(st, args[0]) < 0)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* (scheduler) -> None */
+static PyObject *
+module_scheduler_made(PyObject *module, PyObject *scheduler)
+{
+    if (oomkit_hidden_made(oomkit_state_of_module(module), scheduler) < 0) {
+        return NULL;
+    }
     Py_RETURN_NONE;
 }
 
@@ -452,6 +468,8 @@ static PyMethodDef module_methods[] = {
     {"_attributes", (PyCFunction)(void (*)(void))module_attributes, METH_FASTCALL,
      "_attributes(object, but, /)\n--\n\n"
      "(name, value) of each name that is a str and is not in the set `but`."},
+    {"_scheduler_made", module_scheduler_made, METH_O,
+     "_scheduler_made(scheduler, /)\n--\n\nAfter a scheduler's __init__()."},
     {"_mode_changes", module_mode_changes, METH_O,
      "_mode_changes(module, /)\n--\n\nBefore a module's train() or eval()."},
     {"_zero_grad_begins", module_zero_grad_begins, METH_O,

@@ -307,8 +307,11 @@
     X(kept) /* capsule: sizes of steps that are gone, or NULL: see kept_sizes.c */     \
     X(spare_interceptor) /* the first of those that are free, or NULL: see install.c   \
                           */                                                           \
-    X(schedulers_found)  /* list of weak references, or NULL: see hidden.c */          \
-    X(splitters) /* dict: type -> (split, size, join), or NULL: see splitters.c */     \
+    X(hidden_all) /* weak references to schedulers and averaged models: see hidden.c   \
+                   */                                                                  \
+    X(modules_found) /* list of weak references to modules, or NULL: modules_of.c */   \
+    X(params_alone)  /* dict: address -> weak reference, or NULL: see there */         \
+    X(splitters)     /* dict: type -> (split, size, join), or NULL: see splitters.c */ \
     X(forbid_saved_hooks) /* torch._C._autograd._saved_tensors_hooks_disable, or NULL: \
                              see offload.c */                                          \
     X(forward_begins)     /* our callable as torch's hook before a forward, or NULL */ \
@@ -329,6 +332,7 @@
                  */                                                                    \
     X(parameter_writes) /* oomkit._code.writes: does a step's code write to            \
                            parameters? */                                              \
+    X(watch_schedulers) /* oomkit._engine.patches: has torch tell of new ones */       \
     X(watch_train) /* oomkit._engine.patches: has torch tell of train() and eval() */  \
     X(watch_zero_grad) /* oomkit._engine.patches: the same of zero_grad() */           \
     X(find_zero_grad) /* oomkit._engine.patches: torch's own zero_grad() of optimizers \
@@ -410,7 +414,8 @@ typedef struct oomkit_state {
     uint64_t stream_size;          /* of its bytes; 0: they cannot be read */
     uint64_t structure_generation; /* grows when a module gains a parameter or child */
     int structure_hooked;          /* our registration hooks are installed */
-    int averaged_any;              /* there may be averaged models: see hidden.c */
+    uint64_t hidden_made;          /* grows with each of hidden_all, */
+    Py_ssize_t hidden_few;         /* which is tidied when it has more */
     int flush_pending;       /* a guard wants the cache emptied at the next call */
     uint64_t run_peak_bytes; /* highest peak of any step so far (devices) */
     int settings_expandable; /* what was read then: 1 or 0 */

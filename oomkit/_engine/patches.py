@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -31,6 +32,32 @@ def watch_train() -> None:
         return plain(self, mode)
 
     torch.nn.Module.train = train  # type: ignore[method-assign, assignment]
+
+
+def watch_schedulers() -> None:
+    """Tell the engine of every scheduler that is made.
+
+    One that no name of a step leads to is found by this alone, and may be stepped before the
+    loss. Those of torch that do not call ``LRScheduler.__init__`` have one of their own.
+    """
+    schedulers = torch.optim.lr_scheduler
+    for kind in (
+        schedulers.LRScheduler,
+        schedulers.ReduceLROnPlateau,
+        schedulers.SequentialLR,
+        schedulers.ChainedScheduler,
+    ):
+        if "__init__" in vars(kind):
+            kind.__init__ = _telling(kind.__init__)  # type: ignore[method-assign]
+
+
+def _telling(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def __init__(self: object, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        _C._scheduler_made(self)
+
+    return __init__
 
 
 def watch_zero_grad() -> Callable[..., None]:

@@ -34,9 +34,18 @@ MUTANTS = [
         "hidden-schedulers-found-late",
         "schedulers that no name leads to are marked before the step can move them",
         "csrc/hook/install.c",
-        "    return oomkit_hidden_at_entry(call);",
+        "    return oomkit_hidden_look(call);",
         "    return 0;",
         ("members/test_far.py::test_a_hidden_scheduler_is_stepped_once",),
+    ),
+    Mutant(
+        "new-schedulers-untold",
+        "schedulers that are made after the first call are known to the next one",
+        "csrc/module/module.c",
+        "    if (oomkit_hidden_made(oomkit_state_of_module(module), scheduler) < 0) {",
+        "    if (scheduler == NULL) {",
+        ("members/test_far.py::"
+         "test_what_is_made_and_hidden_after_the_first_call_is_stepped_once",),
     ),
     Mutant(
         "interceptors-stay",
@@ -58,9 +67,9 @@ MUTANTS = [
     Mutant(
         "hidden-scheduler",
         "a scheduler that the search does not find steps once all the same",
-        "csrc/hook/install.c",
-        "    return is_intercepted(call, optimizer, NULL);",
-        "    return 0;",
+        "csrc/hook/hidden.c",
+        "    return optimizer != NULL ? oomkit_participants_have(call->parts, optimizer)",
+        "    return optimizer != NULL ? 0",
         ("optim/test_once_updates.py::test_a_scheduler_out_of_sight_steps_once",),
     ),
     Mutant(

@@ -340,7 +340,7 @@ def test_a_look_at_a_step_that_fails_leaves_no_hook(
         raise error
 
     model = nn.BatchNorm1d(2)
-    participants = [weakref.ref(model)], [], [], 4
+    participants = [weakref.ref(model)], True, [], [], 4
     call = (lambda x: model(x), (torch.ones(4, 2),), {}, participants)
     watch = _side_effects.watch(*call)
     assert watch is not None and len(model._forward_hooks) == 1
