@@ -68,8 +68,8 @@ MUTANTS = [
         "hidden-scheduler",
         "a scheduler that the search does not find steps once all the same",
         "csrc/hook/hidden.c",
-        "    return optimizer != NULL ? oomkit_participants_have(call->parts, optimizer)",
-        "    return optimizer != NULL ? 0",
+        "? oomkit_participants_have(call->parts, optimizer)",
+        "? 0",
         ("optim/test_once_updates.py::test_a_scheduler_out_of_sight_steps_once",),
     ),
     Mutant(
