@@ -1,9 +1,8 @@
 /* Schedulers and averaged models that no name and no argument of a step leads to: in a
  * deque, in a callback far away, behind a weak reference. All that there are are known:
  * those from before by a look at all objects that the collector knows, once per
- * process, the others when they are made (oomkit._engine.patches and the hooks of
- * torch.nn). They have to be marked before a step begins, for a scheduler may be
- * stepped before the loss. */
+ * process, the others when they are made (oomkit._engine.patches). They have to be
+ * marked before a step begins, for a scheduler may be stepped before the loss. */
 #include "hook.h"
 #include "../py/errors.h"
 

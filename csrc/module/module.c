@@ -287,13 +287,7 @@ module_structure_changed(PyObject *module, PyObject *const *args, Py_ssize_t cou
     oomkit_state *st = oomkit_state_of_module(module);
 
     st->structure_generation++;
-    if (count < 3) {
-        Py_RETURN_NONE;
-    }
-    if (oomkit_parameter_joins(st, args[2]) < 0 ||
-        (st->AveragedModel != NULL && /* which gets its module when it is made */
-         PyObject_TypeCheck(args[0], (PyTypeObject *)st->AveragedModel) &&
-         oomkit_hidden_made(st, args[0]) < 0)) {
+    if (count >= 3 && oomkit_parameter_joins(st, args[2]) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -469,7 +463,7 @@ static PyMethodDef module_methods[] = {
      "_attributes(object, but, /)\n--\n\n"
      "(name, value) of each name that is a str and is not in the set `but`."},
     {"_scheduler_made", module_scheduler_made, METH_O,
-     "_scheduler_made(scheduler, /)\n--\n\nAfter a scheduler's __init__()."},
+     "_scheduler_made(scheduler, /)\n--\n\nOf a new scheduler or averaged model."},
     {"_mode_changes", module_mode_changes, METH_O,
      "_mode_changes(module, /)\n--\n\nBefore a module's train() or eval()."},
     {"_zero_grad_begins", module_zero_grad_begins, METH_O,

@@ -7,6 +7,7 @@ what must not have been changed by somebody else.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -35,29 +36,27 @@ def watch_train() -> None:
 
 
 def watch_schedulers() -> None:
-    """Tell the engine of every scheduler that is made.
+    """Tell the engine of every scheduler and averaged model that comes to be.
 
-    One that no name of a step leads to is found by this alone, and may be stepped before the
-    loss. Those of torch that do not call ``LRScheduler.__init__`` have one of their own.
+    One that no name of a step leads to is known by this alone, and may be stepped before the
+    loss. ``__new__``, because copies and what was pickled have no ``__init__`` run, and schedulers
+    need not call that of their base.
     """
-    schedulers = torch.optim.lr_scheduler
-    for kind in (
-        schedulers.LRScheduler,
-        schedulers.ReduceLROnPlateau,
-        schedulers.SequentialLR,
-        schedulers.ChainedScheduler,
-    ):
-        if "__init__" in vars(kind):
-            kind.__init__ = _telling(kind.__init__)  # type: ignore[method-assign]
+    for kind in (torch.optim.lr_scheduler.LRScheduler, torch.optim.swa_utils.AveragedModel):
+        if "__new__" not in vars(kind):
+            made = _telling(kind.__new__)
+            # What tools that read a signature find first.
+            made.__signature__ = inspect.signature(kind.__init__)  # type: ignore[attr-defined]
+            kind.__new__ = staticmethod(made)  # type: ignore[method-assign]
 
 
-def _telling(plain: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(plain)
-    def __init__(self: object, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        _C._scheduler_made(self)
+def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def __new__(cls: type, *_: Any, **__: Any) -> Any:
+        made = plain(cls)
+        _C._scheduler_made(made)
+        return made
 
-    return __init__
+    return __new__
 
 
 def watch_zero_grad() -> Callable[..., None]:

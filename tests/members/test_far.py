@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import sys
 import weakref
 from collections import deque
@@ -330,6 +332,53 @@ def test_what_is_made_and_hidden_after_the_first_call_is_stepped_once(replaced: 
     assert hidden[-1].last_epoch == averaged[0].n_averaged == STEPS - FAILS + 1
     assert replaced or hidden[0].last_epoch == STEPS
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (STEPS - FAILS + 1))
+
+
+class Unrelated(sched.LRScheduler):
+    """Whose __init__ calls none of torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.last_epoch = optimizer, 0
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+
+
+@pytest.mark.parametrize("how", ["copy", "pickle", "no super().__init__"])
+def test_hidden_ones_that_no_init_of_torchs_has_made_are_stepped_once(how: str) -> None:
+    model = nn.Linear(4, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hidden: deque[Any] = deque()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if hidden:
+            hidden[0].step()
+            hidden[1].update_parameters(model)
+
+    x, y = _data()[0]
+    step(x, y)
+    if how == "copy":
+        hidden.extend([copy.copy(sched.ExponentialLR(optimizer, 0.5))])
+    elif how == "pickle":
+        state = vars(sched.ExponentialLR(optimizer, 0.5))
+        hidden.append(sched.ExponentialLR.__new__(sched.ExponentialLR))
+        vars(hidden[0]).update(state)
+    else:
+        hidden.append(Unrelated(optimizer))
+    hidden.append(copy.deepcopy(AveragedModel(model)))
+    _train(step, "forward")
+    assert hidden[0].last_epoch == hidden[1].n_averaged == STEPS
+
+
+def test_signatures_of_torchs_classes_are_what_they_were() -> None:
+    oomkit.auto_batch(lambda x: x)(torch.ones(2))
+    for kind in (sched.LRScheduler, sched.StepLR, sched.ReduceLROnPlateau, AveragedModel):
+        own = list(inspect.signature(kind.__init__).parameters)[1:]
+        assert list(inspect.signature(kind).parameters) == own
 
 
 def test_a_hidden_scheduler_is_known_to_a_later_search() -> None:
