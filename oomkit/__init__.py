@@ -60,6 +60,7 @@ if _PathFinder.find_spec("oomkit._C", __path__) is None:
 # one wait.
 from . import _C, sinks, sizes
 from . import optim as _optim
+from ._code import module_buffers as _module_buffers
 from ._code import plain_state as _plain_state
 from ._code import side_effects as _side_effects
 from ._code import writes as _writes
@@ -167,6 +168,8 @@ _fits = _C._bind(
         "names_sum": _callables.names_sum,
         "tell_sinks": sinks._tell,
         "weight_problem": _callables.weight_problem,
+        "is_compiling": _module_buffers.is_compiling,
+        "module_runs": _module_buffers.module_runs,
         "watch_effects": _side_effects.watch,
         "parameter_writes": _writes.parameter_writes,
         "keepsake": _keepsake.keepsake,

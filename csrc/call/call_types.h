@@ -64,6 +64,7 @@ typedef struct oomkit_buffer {
 typedef struct oomkit_buffers {
     oomkit_buffer *items;
     Py_ssize_t count, room;
+    oomkit_memo *attributes; /* of modules, see late_modules.c; or NULL */
 } oomkit_buffers;
 
 /* --- undo: random.c --- */
@@ -240,9 +241,11 @@ typedef struct oomkit_hooked {
     oomkit_interception *items;
     int count;
     Py_ssize_t room;
-    int schedulers; /* all of them are, also those of torch */
-    int for_split;  /* what only a split call intercepts is in place */
-    int syncs;      /* accelerator.accumulate() entered in this micro-batch */
+    int schedulers;    /* all of them are, also those of torch */
+    int for_split;     /* what only a split call intercepts is in place */
+    int syncs;         /* accelerator.accumulate() entered in this micro-batch */
+    PyObject *watched; /* owned: dict of modules that forwards.c watches, or NULL, */
+    int watched_late;  /* and did not in an attempt before */
 } oomkit_hooked;
 
 /* optim: arguments of schedulers, per micro-batch. */

@@ -24,6 +24,7 @@ typedef struct replay_now {
                             to these counts once */
     oomkit_flags flags;
     oomkit_memo *buffers;       /* tensors: host copy */
+    oomkit_memo *attributes;    /* of modules: see late_modules.c */
     int rng_used, buffers_used; /* by others since the call */
     int finished;               /* the replay has */
     oomkit_call *call;          /* borrowed */
@@ -98,7 +99,8 @@ now_buffers(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
 {
     now->buffers_used = p->buffers_serial != p->parts->buffers_serial;
     if (oomkit_buffers_now(call, p->buffers_after, &now->buffers, &now->buffers_used) <
-        0) {
+            0 ||
+        oomkit_late_modules_now(call, &now->attributes) < 0) {
         return -1;
     }
     if (now->buffers_used) { /* the copies at entry are another call's by now */
@@ -130,6 +132,7 @@ now_clear(replay_now *now)
     oomkit_savepoint_free(&now->at);
     oomkit_flags_clear(&now->flags);
     oomkit_memo_drop(&now->buffers);
+    oomkit_memo_drop(&now->attributes);
 }
 
 static int
@@ -162,6 +165,9 @@ now_restore_once(void *argument)
         }
         if (result == 0 && (now->buffers_used || !finished)) {
             result = now_restore_buffers(st, now->buffers);
+        }
+        if (result == 0) {
+            result = oomkit_late_modules_put(now->attributes);
         }
         if (result == 0) {
             result = oomkit_flags_write(call, &now->flags);

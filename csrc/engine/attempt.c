@@ -280,7 +280,9 @@ oomkit_attempt_run(oomkit_call *call)
     if (call->tries.joining) { /* all parts are there: see recover_join() */
         return oomkit_attempt_join(call);
     }
-    if (oomkit_intercept_schedulers(call) < 0 || oomkit_tell_before_attempt(call) < 0 ||
+    if (oomkit_intercept_schedulers(call) < 0 ||
+        (call->tries.ooms > 0 && oomkit_forwards_watch(call) < 0) ||
+        oomkit_tell_before_attempt(call) < 0 ||
         oomkit_attempt_slices_run(call, &result) < 0) {
         return NULL;
     }

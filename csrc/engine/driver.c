@@ -103,6 +103,7 @@ void
 oomkit_call_leave(oomkit_call *call, int finished, PyObject *exception)
 {
     oomkit_intercept_remove(call);
+    oomkit_forwards_leave(call, finished);
     if (!finished) {
         call->log.outcome = call->log.outcome == 0 ? 2 : call->log.outcome;
         if (exception != NULL) {

@@ -33,7 +33,10 @@ engine_participants(oomkit_call *call)
         if (call->parts != NULL) {
             call->parts->busy++;
         }
-        return call->parts == NULL ? -1 : 0;
+        return call->parts == NULL || oomkit_participants_inherit(call->st, call->parts,
+                                                                  step->parts) < 0
+                   ? -1
+                   : 0;
     }
     if (step->parts == NULL ||
         !oomkit_participants_valid(call->st, step->parts, call->given.args, total)) {
@@ -48,6 +51,10 @@ engine_participants(oomkit_call *call)
             return -1;
         }
         old = step->parts;
+        if (oomkit_participants_inherit(call->st, found, old) < 0) {
+            oomkit_participants_release(found);
+            return -1;
+        }
         step->parts = found;
         oomkit_participants_release(old);
         if (oomkit_plain_find(call, 0) < 0) {
@@ -232,7 +239,10 @@ engine_begin(oomkit_call *call)
             return -1;
         }
     }
-    return oomkit_intercept_install(call) < 0 ? -1 : split;
+    return oomkit_intercept_install(call) < 0 ||
+                   (oomkit_forwards_wanted(call) && oomkit_forwards_watch(call) < 0)
+               ? -1
+               : split;
 }
 
 #define CALLERS_BYTES 32 /* four numbers in double precision */

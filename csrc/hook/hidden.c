@@ -2,7 +2,9 @@
  * deque, in a callback far away, behind a weak reference. All that there are are known:
  * those from before by a look at all objects that the collector knows, once per
  * process, the others when they are made (oomkit._engine.patches). They have to be
- * marked before a step begins, for a scheduler may be stepped before the loss. */
+ * marked before a step begins, for a scheduler may be stepped before the loss. So are
+ * modules with buffers, which torch's hook tells of; copies that are made later are
+ * not. */
 #include "hook.h"
 #include "../py/errors.h"
 
@@ -29,26 +31,68 @@ hidden_append(PyObject *list, PyObject *object)
     return ref == NULL ? -1 : PyList_Append(list, ref);
 }
 
+/* Has a module, whose class this may be, buffers? 1, 0 or -1. */
+static int
+has_buffers(const oomkit_state *st, PyObject *object)
+{
+    OWNED PyObject *buffers =
+        PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Module)
+            ? oomkit_own_attribute(object, st->str_buffers)
+            : NULL;
+
+    return buffers != NULL    ? PyDict_Check(buffers) && PyDict_GET_SIZE(buffers) > 0
+           : PyErr_Occurred() ? -1
+                              : 0;
+}
+
+/* One whose class gives it no hash is not known. */
+static void
+buffered_add(PyObject *all, PyObject *module)
+{
+    OWNED PyObject *done = PyObject_CallMethod(all, "add", "O", module);
+
+    if (done == NULL) {
+        oomkit_error_dismiss(); /* as one that has been copied */
+    }
+}
+
+void
+oomkit_hidden_buffered(const oomkit_state *st, PyObject *module)
+{
+    if (st->buffered_all != NULL) { /* else all are looked for, later */
+        buffered_add(st->buffered_all, module);
+    }
+}
+
 /* All that there are. 0 or -1. */
 static int
 hidden_scan(oomkit_state *st)
 {
     OWNED PyObject *objects = PyObject_CallNoArgs(st->gc_get_objects);
     OWNED PyObject *found = objects == NULL ? NULL : PyList_New(0);
+    OWNED PyObject *buffered = found == NULL ? NULL : PyObject_CallNoArgs(st->weak_set);
     Py_ssize_t i;
 
-    for (i = 0; found != NULL && i < PyList_GET_SIZE(objects); i++) {
+    for (i = 0; buffered != NULL && i < PyList_GET_SIZE(objects); i++) {
         PyObject *object = PyList_GET_ITEM(objects, i); /* borrowed */
-        if ((Py_TYPE(object)->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0 &&
-            (is_scheduler(st, object) || is_averaged(st, object)) &&
-            hidden_append(found, object) < 0) {
+        int has;
+        if ((Py_TYPE(object)->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
+            continue;
+        }
+        has = has_buffers(st, object);
+        if (has > 0) {
+            buffered_add(buffered, object);
+        }
+        if (has < 0 || ((is_scheduler(st, object) || is_averaged(st, object)) &&
+                        hidden_append(found, object) < 0)) {
             return -1;
         }
     }
-    if (found == NULL) {
+    if (buffered == NULL) {
         return -1;
     }
     Py_XSETREF(st->hidden_all, STEAL(found));
+    Py_XSETREF(st->buffered_all, STEAL(buffered));
     return 0;
 }
 

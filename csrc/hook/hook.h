@@ -33,6 +33,31 @@ oomkit_backward_outside(void);
 int
 oomkit_backward_run(oomkit_call *call, PyObject *result);
 
+/* --- forwards.c --- */
+/* In a call that has not failed: until one with its list of participants has ended
+ * well, for some of the lists of a step (a model that is another one in each call). */
+static inline int
+oomkit_forwards_wanted(const oomkit_call *call)
+{
+    return !call->parts->watched && call->parts->watches < 8;
+}
+/* From here on modules are seen that run and that nothing leads to. 0 or -1. */
+int
+oomkit_forwards_watch(oomkit_call *call);
+void
+oomkit_forwards_end(oomkit_call *call, int finished);
+/* The call is left; keeps an exception in flight. */
+static inline void
+oomkit_forwards_leave(oomkit_call *call, int finished)
+{
+    if (call->hooked.watched != NULL) {
+        oomkit_forwards_end(call, finished);
+    }
+}
+/* The forward of a watched module is about to run. 0 or -1. */
+int
+oomkit_forwards_see(PyObject *module);
+
 /* --- graph_free.c --- */
 /* Frees what the graph behind `roots` has saved, as a finished backward does. */
 int
@@ -63,6 +88,9 @@ oomkit_intercept_zero_grad(oomkit_call *call, Py_ssize_t r);
 /* A scheduler or an averaged model was made. 0 or -1. */
 int
 oomkit_hidden_made(oomkit_state *st, PyObject *object);
+/* A module gets its first buffer. */
+void
+oomkit_hidden_buffered(const oomkit_state *st, PyObject *module);
 /* Those that nothing leads to, and that were made since the participants of this call
  * were found, take part. 0 or -1. */
 int

@@ -163,32 +163,103 @@ parts_each_value(oomkit_state *st, oomkit_participants *parts, PyObject *object,
     return 0;
 }
 
+static const oomkit_buffered *
+parts_buffered(const oomkit_participants *parts, const PyObject *module)
+{
+    Py_ssize_t i;
+
+    for (i = 0; i < parts->buffered_count; i++) {
+        if (PyWeakref_GET_OBJECT(parts->buffered[i].ref) == module) {
+            return &parts->buffered[i];
+        }
+    }
+    return NULL;
+}
+
 static int
-parts_add_buffered(oomkit_state *st, oomkit_participants *parts, PyObject *module)
+parts_append_buffered(oomkit_state *st, oomkit_participants *parts, PyObject *module,
+                      int late)
 {
     oomkit_buffered *entry;
-    int is_norm;
-    OWNED PyObject *buffers = PyObject_GetAttr(module, st->str_buffers);
+    const int is_norm = oomkit_norm_kind(st, module);
 
-    if (buffers == NULL) {
-        return -1;
-    }
-    if (!PyDict_Check(buffers) || PyDict_GET_SIZE(buffers) == 0) {
-        return 0;
-    }
-    is_norm = oomkit_norm_kind(st, module);
     if (is_norm < 0 ||
         ARRAY_GROW(parts->buffered, parts->buffered_count, parts->buffered_room) < 0) {
         return -1;
     }
     entry = &parts->buffered[parts->buffered_count];
+    *entry = (oomkit_buffered){.is_norm = is_norm, .is_late = late};
     entry->ref = parts_watch(parts, module);
     if (entry->ref == NULL) {
         return -1;
     }
-    entry->is_norm = is_norm;
+    parts->some_late |= late;
     parts->buffered_count++;
     return 0;
+}
+
+static int
+parts_add_buffered(oomkit_state *st, oomkit_participants *parts, PyObject *module)
+{
+    OWNED PyObject *buffers = PyObject_GetAttr(module, st->str_buffers);
+
+    if (buffers == NULL) {
+        return -1;
+    }
+    return !PyDict_Check(buffers) || PyDict_GET_SIZE(buffers) == 0 ||
+                   (parts->some_late && parts_buffered(parts, module) != NULL)
+               ? 0
+               : parts_append_buffered(st, parts, module, 0);
+}
+
+PyObject *
+oomkit_participants_buffered(const oomkit_participants *parts)
+{
+    OWNED PyObject *all = PySet_New(NULL);
+    Py_ssize_t i;
+
+    for (i = 0; all != NULL && i < parts->buffered_count; i++) {
+        OWNED PyObject *address =
+            PyLong_FromVoidPtr(PyWeakref_GET_OBJECT(parts->buffered[i].ref));
+        if (address == NULL || PySet_Add(all, address) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(all);
+}
+
+int
+oomkit_participants_add_late(oomkit_state *st, oomkit_participants *parts,
+                             PyObject *module)
+{
+    return parts_buffered(parts, module) != NULL
+               ? 0
+               : parts_append_buffered(st, parts, module, 1);
+}
+
+int
+oomkit_participants_inherit(oomkit_state *st, oomkit_participants *parts,
+                            const oomkit_participants *before)
+{
+    OWNED PyObject *known = NULL;
+    Py_ssize_t i;
+
+    if (before == NULL) {
+        return 0;
+    }
+    parts->watches = before->watches;
+    known = before->some_late ? oomkit_participants_buffered(parts) : NULL;
+    for (i = 0; known != NULL && i < before->buffered_count; i++) {
+        OWNED PyObject *module = before->buffered[i].is_late
+                                     ? oomkit_reference_get(before->buffered[i].ref)
+                                     : NULL;
+        OWNED PyObject *address = module == NULL ? NULL : PyLong_FromVoidPtr(module);
+        const int has = address == NULL ? 1 : PySet_Contains(known, address);
+        if (has < 0 || (has == 0 && parts_append_buffered(st, parts, module, 1) < 0)) {
+            return -1;
+        }
+    }
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static int
@@ -449,6 +520,7 @@ oomkit_participants_release(oomkit_participants *parts)
     }
     for (i = 0; i < parts->buffered_count; i++) {
         Py_CLEAR(parts->buffered[i].ref);
+        Py_CLEAR(parts->buffered[i].noted);
     }
     parts_drop_tensors(parts);
     for (i = 0; i < parts->source_count; i++) {

@@ -70,9 +70,14 @@ enum {
     OOMKIT_NORM_SAMPLE     /* by those of each sample, or running ones */
 };
 
+enum { OOMKIT_BUFFER_RESTS = 0, OOMKIT_BUFFER_MOVES, OOMKIT_BUFFER_NEW };
+
 typedef struct oomkit_buffered {
-    PyObject *ref; /* owned: weak reference to a module that has buffers */
-    int is_norm;   /* forward owns its running statistics: OOMKIT_NORM_* */
+    PyObject *ref;   /* owned: weak reference to a module that has buffers */
+    int is_norm;     /* forward owns its running statistics: OOMKIT_NORM_* */
+    int is_late;     /* nothing but its forward has led to it, */
+    PyObject *noted; /* owned: oomkit_late_attributes() when its own dictionary was */
+    oomkit_seen_dict noted_of; /* this; or NULL */
 } oomkit_buffered;
 
 /* Outlives the list: somebody may keep a weak reference of ours, and its callback. */
@@ -112,6 +117,7 @@ typedef struct oomkit_participants {
     int leaves_die; /* unknown leaves of this step were made in it, and died with it */
     oomkit_buffered *buffered;
     Py_ssize_t buffered_count, buffered_room;
+    int some_late; /* some of them came by oomkit_participants_add_late() */
     oomkit_owner *owners;
     Py_ssize_t owner_count, owner_room;
     oomkit_watch *watch; /* what the callbacks of our weak references point to */
@@ -128,7 +134,7 @@ typedef struct oomkit_participants {
     void *spare_marks,
         *spare_versions;           /* oomkit_spare_take(): of a call's parameters */
     int device_type, device_index; /* of the first parameter that is not on the CPU */
-    /* buffers known to move, learned by buffers.c; parallel to the flat buffer order */
+    /* OOMKIT_BUFFER_*, learned by buffers.c; parallel to the flat buffer order */
     uint8_t *moving;
     PyObject **copies;    /* owned tensors or NULL */
     oomkit_image *images; /* bytes of small CPU buffers, which need no tensor */
@@ -136,9 +142,11 @@ typedef struct oomkit_participants {
     int looked_for_accelerators; /* the same for accelerate's Accelerator */
     uint64_t hidden_taken; /* st->hidden_made when those that nothing leads to were
                               taken: see hidden.c */
-    int norm_said;         /* the BatchNorm warning was given */
-    Py_ssize_t wrapped;    /* how many of them wrap others for several ranks; -1 if none
-                              does, 0 before it was asked */
+    int watched, watches; /* a call with this list, and calls with those before it, have
+                             seen which modules run: hook/forwards.c */
+    int norm_said;        /* the BatchNorm warning was given */
+    Py_ssize_t wrapped;   /* how many of them wrap others for several ranks; -1 if none
+                             does, 0 before it was asked */
 } oomkit_participants;
 
 /* Finds the participants of a function for these arguments. New reference (release with
@@ -260,6 +268,21 @@ oomkit_participants_have(const oomkit_participants *parts, const PyObject *objec
 int
 oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
                                oomkit_owner_kind kind);
+
+/* Addresses of the modules with buffers. New set or NULL. */
+PyObject *
+oomkit_participants_buffered(const oomkit_participants *parts);
+
+/* A module that was seen to run: its buffers take part, once. 0 or -1. */
+int
+oomkit_participants_add_late(oomkit_state *st, oomkit_participants *parts,
+                             PyObject *module);
+
+/* Those of the list before it, which gives way to this one (or is NULL), take part in
+ * it. 0 or -1. */
+int
+oomkit_participants_inherit(oomkit_state *st, oomkit_participants *parts,
+                            const oomkit_participants *before);
 
 /* An object that leads to no parameters: the user's own, given by participants=, or one
  * of accelerate's. 0 or -1. */

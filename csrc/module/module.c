@@ -319,6 +319,9 @@ module_buffer_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
         if (known < 0) {
             return NULL;
         }
+        if (PyDict_Check(buffers) && PyDict_GET_SIZE(buffers) == 0) {
+            oomkit_hidden_buffered(st, args[0]);
+        }
     }
     if (!known) {
         st->structure_generation++;
@@ -351,6 +354,16 @@ module_forward_begins(PyObject *Py_UNUSED(module), PyObject *const *args,
                       Py_ssize_t count)
 {
     if (count > 0 && oomkit_forward_begins(args[0]) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* The forward of this module is about to run. */
+static PyObject *
+module_module_runs(PyObject *Py_UNUSED(module), PyObject *target)
+{
+    if (oomkit_forwards_see(target) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -464,6 +477,8 @@ static PyMethodDef module_methods[] = {
      "(name, value) of each name that is a str and is not in the set `but`."},
     {"_scheduler_made", module_scheduler_made, METH_O,
      "_scheduler_made(scheduler, /)\n--\n\nOf a new scheduler or averaged model."},
+    {"_module_runs", module_module_runs, METH_O,
+     "_module_runs(module, /)\n--\n\nBefore the forward of a module that is watched."},
     {"_mode_changes", module_mode_changes, METH_O,
      "_mode_changes(module, /)\n--\n\nBefore a module's train() or eval()."},
     {"_zero_grad_begins", module_zero_grad_begins, METH_O,

@@ -64,7 +64,8 @@ typedef struct oomkit_proof {
     oomkit_grads grads;
     struct oomkit_proof_gradient *gradients; /* owned: of the parameters, at entry */
     Py_ssize_t gradient_count;
-    uint8_t *moving; /* owned: parts->moving as it was */
+    uint8_t *moving;         /* owned: parts->moving as it was, */
+    Py_ssize_t moving_count; /* of so many */
     oomkit_cut_own cut;
     PyObject *flags; /* owned */
     oomkit_join join;

@@ -26,8 +26,9 @@ aside_buffers(oomkit_proof *p)
         PyErr_NoMemory();
         return -1;
     }
+    p->moving_count = parts->moving_count;
     memcpy(p->moving, parts->moving, (size_t)parts->moving_count);
-    memset(parts->moving, 1, (size_t)parts->moving_count);
+    memset(parts->moving, OOMKIT_BUFFER_MOVES, (size_t)parts->moving_count);
     return 0;
 }
 
@@ -72,9 +73,9 @@ back_buffers(oomkit_proof *p)
     oomkit_participants *parts = p->call->parts;
     Py_ssize_t i;
 
-    for (i = 0; p->moving != NULL && i < parts->moving_count; i++) {
+    for (i = 0; p->moving != NULL && i < p->moving_count; i++) {
         parts->moving[i] = p->moving[i];
-        if (!parts->moving[i]) {
+        if (parts->moving[i] == OOMKIT_BUFFER_RESTS) {
             Py_CLEAR(parts->copies[i]);
         }
     }

@@ -115,6 +115,7 @@
     X(str_doc, "__doc__")                                                              \
     X(str_args, "args")                                                                \
     X(str_keywords, "keywords")                                                        \
+    X(str_forward_pre_hooks, "_forward_pre_hooks")                                     \
     X(str_forward, "forward")                                                          \
     X(str_defaults, "__defaults__")                                                    \
     X(str_kwdefaults, "__kwdefaults__")                                                \
@@ -307,8 +308,9 @@
     X(kept) /* capsule: sizes of steps that are gone, or NULL: see kept_sizes.c */     \
     X(spare_interceptor) /* the first of those that are free, or NULL: see install.c   \
                           */                                                           \
-    X(hidden_all) /* weak references to schedulers and averaged models: see hidden.c   \
-                   */                                                                  \
+    X(hidden_all)   /* weak references to schedulers and averaged models: see hidden.c \
+                     */                                                                \
+    X(buffered_all) /* weakref.WeakSet of modules with buffers, or NULL */             \
     X(modules_found) /* list of weak references to modules, or NULL: modules_of.c */   \
     X(params_alone)  /* dict: address -> weak reference, or NULL: see there */         \
     X(splitters)     /* dict: type -> (split, size, join), or NULL: see splitters.c */ \
@@ -321,6 +323,8 @@
 /* What the package hands in at import, because it is Python: X(field). */
 #define OOMKIT_STATE_GLUE(X)                                                           \
     X(accept_no_gradients) /* oomkit._engine.withheld: before the first split */       \
+    X(is_compiling)        /* oomkit._code.module_buffers: is anything compiled? */    \
+    X(module_runs)         /* the same: a hook before a module's forward */            \
     X(watch_effects) /* oomkit._code.side_effects: what else a split step changes */   \
     X(plain_places)  /* oomkit._code.plain_state: where a step stores */               \
     X(close_match)   /* oomkit._engine.callables: "; did you mean ...?" */             \

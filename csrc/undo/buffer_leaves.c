@@ -42,6 +42,12 @@ buffer_of(const oomkit_call *call, const PyObject *tensor)
 }
 
 int
+oomkit_buffer_is_marked(const oomkit_call *call, const PyObject *tensor)
+{
+    return buffer_of(call, tensor) != NULL;
+}
+
+int
 oomkit_buffers_have(const oomkit_call *call, Py_ssize_t which)
 {
     const oomkit_participants *parts = call->parts;

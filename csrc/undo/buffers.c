@@ -1,8 +1,8 @@
 /* Buffers: identity and version of all, copies of those that move.
  *
- * In a site's first call every buffer is copied. Those seen moving are copied from then
- * on, running statistics in training mode always; a buffer that moves without a copy
- * cannot be taken back and is named. */
+ * In its first finished call every buffer is copied. Those seen moving are copied from
+ * then on, running statistics in training mode always; a buffer that moves without a
+ * copy cannot be taken back and is named. */
 #include "undo.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
@@ -38,7 +38,7 @@ buffers_room(oomkit_call *call)
         }
         parts->images = images;
         parts->images[n - 1] = (oomkit_image){NULL, 0};
-        parts->moving[n - 1] = 0;
+        parts->moving[n - 1] = OOMKIT_BUFFER_NEW;
         parts->copies[n - 1] = NULL;
         parts->moving_count = n;
     }
@@ -123,14 +123,15 @@ buffer_take(oomkit_call *call, Py_ssize_t i, const oomkit_tensor_facts *facts,
     int taken = buffer_image(call, i, item->tensor, facts);
 
     if (taken != 0) {
-        item->copied = 2;
+        item->copied = 2 * (taken > 0);
         return taken < 0 ? -1 : 0;
     }
-    item->copied = 1;
     if (!buffer_copy_fits(call->st, *copy, facts)) {
         Py_XSETREF(*copy, buffer_copy(call->st, item->tensor, facts));
+        item->copied = *copy != NULL;
         return *copy == NULL ? -1 : 0;
     }
+    item->copied = 1;
     return PyList_Append(from, item->tensor) < 0 || PyList_Append(to, *copy) < 0 ? -1
                                                                                  : 0;
 }
@@ -171,7 +172,7 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
         if (oomkit_buffer_leaf(call, item, &facts) < 0) {
             return -1;
         }
-        if (!always && !call->parts->moving[i]) {
+        if (!always && call->parts->moving[i] == OOMKIT_BUFFER_RESTS) {
             /* Versions do not tell everything (batch_norm bumps none of its
              * statistics'): where a copy costs next to nothing it is always taken. */
             int taken = buffer_image(call, i, value, &facts);
@@ -182,10 +183,41 @@ buffers_mark_module(oomkit_call *call, PyObject *module, int always, PyObject *f
             continue;
         }
         if (buffer_take(call, i, &facts, from, to) < 0) {
+            call->parts->moving[i] &=
+                ~OOMKIT_BUFFER_NEW; /* the next call can do without */
             return -1;
         }
     }
     return 0;
+}
+
+/* From number `from` on. */
+static void
+buffers_forget(oomkit_buffers *b, Py_ssize_t from)
+{
+    Py_ssize_t i, count = b->count;
+
+    b->count = from;
+    for (i = from; i < count; i++) {
+        Py_CLEAR(b->items[i].tensor);
+        Py_CLEAR(b->items[i].module);
+        Py_CLEAR(b->items[i].key);
+    }
+}
+
+/* Into the copies of earlier calls. 0 or -1. */
+static int
+buffers_copy(oomkit_state *st, PyObject *from, PyObject *to)
+{
+    OWNED PyObject *done = NULL;
+
+    if (PyList_GET_SIZE(to) == 0) {
+        return 0;
+    }
+    EXEMPT (st) {
+        done = PyObject_CallFunctionObjArgs(st->foreach_copy, to, from, NULL);
+    }
+    return done == NULL ? -1 : 0;
 }
 
 /* All modules' buffers are marked, and those to copy copied. 0 or -1. */
@@ -194,33 +226,59 @@ buffers_mark_all(oomkit_call *call)
 {
     oomkit_state *st = call->st;
     oomkit_participants *parts = call->parts;
-    OWNED PyObject *from = PyList_New(0), *to = PyList_New(0), *done = NULL;
+    OWNED PyObject *from = PyList_New(0), *to = PyList_New(0);
     Py_ssize_t i;
-    int first = parts->moving_count == 0;
 
     if (from == NULL || to == NULL) {
         return -1;
     }
     for (i = 0; i < parts->buffered_count; i++) {
         OWNED PyObject *module = oomkit_reference_get(parts->buffered[i].ref);
-        int always = first;
+        int always = 0;
         if (module == NULL) {
             continue;
         }
-        if (!always && parts->buffered[i].is_norm) {
+        if (parts->buffered[i].is_norm) {
             always = oomkit_module_is_training(st, module);
         }
-        if (always < 0 || buffers_mark_module(call, module, always, from, to) < 0) {
+        if (always < 0 || buffers_mark_module(call, module, always, from, to) < 0 ||
+            (parts->buffered[i].is_late &&
+             oomkit_late_module_mark(call, &parts->buffered[i], module) < 0)) {
             return -1;
         }
     }
-    if (PyList_GET_SIZE(to) == 0) {
-        return 0;
+    return buffers_copy(st, from, to);
+}
+
+static int
+buffers_mark_one(oomkit_call *call, PyObject *module)
+{
+    OWNED PyObject *from = PyList_New(0), *to = PyList_New(0);
+
+    return from == NULL || to == NULL ||
+                   buffers_mark_module(call, module, 1, from, to) < 0
+               ? -1
+               : buffers_copy(call->st, from, to);
+}
+
+int
+oomkit_buffers_mark_late(oomkit_call *call, PyObject *module, PyObject *noted)
+{
+    oomkit_buffers *b = &call->entry.buffers;
+    const Py_ssize_t before = b->count;
+    PyObject *guard; /* owned */
+
+    if (oomkit_inference_begin(call->st, 0, &guard) < 0) {
+        return -1;
     }
-    EXEMPT (st) {
-        done = PyObject_CallFunctionObjArgs(st->foreach_copy, to, from, NULL);
+    if (oomkit_inference_end(call->st, guard, buffers_mark_one(call, module)) == 0 &&
+        oomkit_participants_add_late(call->st, call->parts, module) == 0 &&
+        oomkit_memo_add(&b->attributes, module, Py_NewRef(noted)) == 0) {
+        return 1;
     }
-    return done == NULL ? -1 : 0;
+    oomkit_error_dismiss(); /* the step knows nothing of it, and may have room enough */
+    buffers_forget(b, before);
+    return 0;
 }
 
 /* At entry of an attempt. 0 or -1. */
@@ -257,7 +315,7 @@ int
 oomkit_buffers_take_again(oomkit_call *call, PyObject *tensors)
 {
     const oomkit_buffers *b = &call->entry.buffers;
-    OWNED PyObject *from = PyList_New(0), *to = PyList_New(0), *done = NULL;
+    OWNED PyObject *from = PyList_New(0), *to = PyList_New(0);
     Py_ssize_t i, j;
 
     if (from == NULL || to == NULL) {
@@ -271,13 +329,7 @@ oomkit_buffers_take_again(oomkit_call *call, PyObject *tensors)
             }
         }
     }
-    if (PyList_GET_SIZE(to) == 0) {
-        return 0;
-    }
-    EXEMPT (call->st) {
-        done = PyObject_CallFunctionObjArgs(call->st->foreach_copy, to, from, NULL);
-    }
-    return done == NULL ? -1 : 0;
+    return buffers_copy(call->st, from, to);
 }
 
 /* 1 moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */
@@ -344,14 +396,15 @@ oomkit_buffers_learn(oomkit_call *call)
     Py_ssize_t i;
     for (i = 0; i < call->entry.buffers.count && i < call->parts->moving_count; i++) {
         int moved;
-        if (call->parts->moving[i] || call->entry.buffers.items[i].copied == 2) {
+        if (call->parts->moving[i] == OOMKIT_BUFFER_MOVES ||
+            call->entry.buffers.items[i].copied == 2) {
             continue;
         }
         moved = buffer_has_moved(call, i);
         if (moved < 0) {
             oomkit_error_dismiss(); /* no reason to fail a finished step */
         }
-        call->parts->moving[i] = moved != 0;
+        call->parts->moving[i] = moved ? OOMKIT_BUFFER_MOVES : OOMKIT_BUFFER_RESTS;
         if (moved == 0) {
             /* The marks may go to a pending call, which must not look for it. */
             Py_CLEAR(call->parts->copies[i]);
@@ -359,6 +412,97 @@ oomkit_buffers_learn(oomkit_call *call)
         }
     }
 }
+
+/* --- back to that --- */
+
+static int
+buffer_put_back(oomkit_call *call, Py_ssize_t i)
+{
+    oomkit_buffer *item = &call->entry.buffers.items[i];
+    OWNED PyObject *dict = NULL;
+
+    /* Whatever the version says: a kernel that fails half-way (batch_norm) has written
+     * to its buffers and not bumped them. */
+    if (item->copied == 2) {
+        const oomkit_image *image = &call->parts->images[i];
+        if (call->st->bridge->bytes_set(item->tensor, call->st->impl_offset,
+                                        image->bytes, image->size) != OOMKIT_OK) {
+            PyErr_SetString(
+                PyExc_RuntimeError,
+                "oomkit could not write a buffer back: it changed its shape" SEE(
+                    "internal-error"));
+            return -1;
+        }
+    } else if (item->copied) {
+        if (oomkit_tensor_write(call->st, item->tensor, call->parts->copies[i]) < 0) {
+            return -1;
+        }
+    }
+    dict = PyObject_GetAttr(item->module, call->st->str_buffers);
+    if (dict == NULL) {
+        return -1;
+    }
+    if (PyDict_GetItemWithError(dict, item->key) != item->tensor) {
+        return PyErr_Occurred() ? -1 : PyDict_SetItem(dict, item->key, item->tensor);
+    }
+    return 0;
+}
+
+/* Has it moved (or changed its shape) so that nothing can put it back? 1, 0 or -1. */
+static int
+buffer_is_stuck(oomkit_call *call, Py_ssize_t i)
+{
+    const oomkit_buffer *item = &call->entry.buffers.items[i];
+    oomkit_tensor_facts facts;
+    uint32_t version;
+
+    if (item->copied == 2) {
+        if (oomkit_tensor_facts_get(call->st, item->tensor, 0, &facts) < 0) {
+            return -1;
+        }
+        return facts.bytes != call->parts->images[i].size || facts.device_type != 0;
+    }
+    if (oomkit_tensor_version(call->st, item->tensor, &version) < 0) {
+        return -1;
+    }
+    return version != item->version && !item->copied;
+}
+
+/* 0 all buffers are as at entry; 1 all but at least one, *which is an owned str that
+ * names the first of those; -1. */
+int
+oomkit_buffers_restore(oomkit_call *call, PyObject **which)
+{
+    oomkit_buffers *b = &call->entry.buffers;
+    Py_ssize_t i;
+    int refused = 0;
+
+    for (i = 0; i < b->count; i++) {
+        int stuck = buffer_is_stuck(call, i);
+        if (stuck < 0 || (!stuck && buffer_put_back(call, i) < 0)) {
+            goto error;
+        }
+        if (stuck && !refused) {
+            *which = PyUnicode_FromFormat("%s.%U", Py_TYPE(b->items[i].module)->tp_name,
+                                          b->items[i].key);
+            if (*which == NULL) {
+                return -1;
+            }
+            refused = 1;
+        }
+    }
+    if (oomkit_late_modules_put(b->attributes) < 0) {
+        goto error;
+    }
+    return refused;
+error:
+    if (refused) {
+        Py_CLEAR(*which);
+    }
+    return -1;
+}
+
+/* --- what is kept of a call whose loss is returned --- */
 
 int
 oomkit_buffers_versions(oomkit_state *st, const oomkit_savepoint *savepoint,
@@ -405,14 +549,8 @@ oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo *
 void
 oomkit_buffers_free(oomkit_buffers *b)
 {
-    Py_ssize_t i, count = b->count;
-
-    b->count = 0;
-    for (i = 0; i < count; i++) {
-        Py_CLEAR(b->items[i].tensor);
-        Py_CLEAR(b->items[i].module);
-        Py_CLEAR(b->items[i].key);
-    }
+    oomkit_memo_drop(&b->attributes);
+    buffers_forget(b, 0);
     MEMORY_CLEAR(b->items);
     b->room = 0;
 }

@@ -30,6 +30,9 @@ extern const oomkit_resource oomkit_parameters_resource;
 int
 oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
                    const oomkit_tensor_facts *facts);
+/* Is this tensor among those that are marked? */
+int
+oomkit_buffer_is_marked(const oomkit_call *call, const PyObject *tensor);
 /* Is parameter number `which` a buffer? It may move in a forward. */
 int
 oomkit_buffers_have(const oomkit_call *call, Py_ssize_t which);
@@ -41,8 +44,15 @@ oomkit_buffers_bare_again(oomkit_call *call, PyObject *tensor);
 /* --- buffers.c --- */
 int
 oomkit_buffers_mark(oomkit_call *call);
+/* A module that takes part from now on; its buffers are as they were at entry, its
+ * attributes were as in `noted` (oomkit_late_attributes()). 1; 0 where that cannot be;
+ * -1. */
+int
+oomkit_buffers_mark_late(oomkit_call *call, PyObject *module, PyObject *noted);
 int
 oomkit_buffers_moved(oomkit_call *call);
+int
+oomkit_buffers_restore(oomkit_call *call, PyObject **which);
 void
 oomkit_buffers_learn(oomkit_call *call);
 void
@@ -63,9 +73,19 @@ int
 oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo **copies,
                    int *used);
 
-/* --- buffers_back.c --- */
+/* --- late_modules.c --- */
+/* {name: value} of an object's own attributes; Ellipsis where the value is none of the
+ * plain kinds. New dict or NULL. */
+PyObject *
+oomkit_late_attributes(PyObject *module);
+/* They are marked, at entry of an attempt; those of all that the call has marked, as
+ * they are now; and they are put back, which can be done again. 0 or -1. */
 int
-oomkit_buffers_restore(oomkit_call *call, PyObject **which);
+oomkit_late_module_mark(oomkit_call *call, oomkit_buffered *entry, PyObject *module);
+int
+oomkit_late_modules_now(const oomkit_call *call, oomkit_memo **now);
+int
+oomkit_late_modules_put(oomkit_memo *notes);
 
 /* --- flags.c --- */
 int

@@ -93,6 +93,14 @@ def is_compiling() -> bool:
     return bool(counters) or any(backend is not None for backend in backends.values())
 
 
+def module_runs(module: torch.nn.Module, _: object) -> None:
+    """A hook before the forward of a module that csrc/hook/forwards.c watches. A copy or a pickle
+    of the module gets this function, too, which does nothing outside of the call that put it
+    there."""
+    if not torch.compiler.is_compiling():  # no call of ours fits into a graph
+        _C._module_runs(module)
+
+
 _Hooked = tuple[dict[int, Any], int, Any]
 """A table that has a hook of ours, its key there, and the one before it or None."""
 

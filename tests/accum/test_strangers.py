@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -229,14 +230,37 @@ def test_what_was_found_is_not_kept_alive() -> None:
     assert all(ref() is None for ref in refs)
 
 
-def test_a_model_with_buffers_in_training_mode_is_refused() -> None:
-    """Its statistics have moved in the attempt that was given up, and nobody marked them."""
+def _with_statistics() -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
     registry = _deep(model)
 
     def step(x: torch.Tensor) -> None:
         registry["a"]["b"]["c"][0](x).pow(2).mean().backward()
 
+    return model, step
+
+
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+def test_a_model_with_buffers_in_training_mode_is_taken_in() -> None:
+    """Its statistics are those of the micro-batches, as where the step names it."""
+    states = []
+    for hidden in (True, False):
+        model, step = _with_statistics()
+        options: dict[str, Any] = {} if hidden else {"model": model}
+        oomkit.auto_batch(step, accumulation_steps=2, verify=False, **options)(_x())
+        states.append([*model.buffers(), *(p.grad for p in model.parameters())])
+    for mine, known in zip(*states, strict=True):
+        assert torch.equal(mine, known)
+
+
+def test_one_that_torch_was_not_asked_about_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where anything is compiled: its statistics have moved in the attempt that was given up,
+    and nobody marked them."""
+    import torch._dynamo.utils as dynamo
+
+    monkeypatch.setitem(dynamo.counters, "frames", {"total": 1})
+    model, step = _with_statistics()
     with pytest.raises(oomkit.SplitError, match="in training mode and has buffers") as caught:
         oomkit.auto_batch(step, accumulation_steps=2)(_x())
     assert "pass model=" in str(caught.value)

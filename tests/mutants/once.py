@@ -17,8 +17,8 @@ MUTANTS = [
         "schedulers-are-left-alone",
         "what was left alone in the caller's own try is intercepted in every later one",
         "csrc/engine/attempt.c",
-        "    if (oomkit_intercept_schedulers(call) < 0 || ",
-        "    if (",
+        "    if (oomkit_intercept_schedulers(call) < 0 ||\n        (call",
+        "    if ((call",
         ("optim/test_once_schedulers.py::test_runs_that_prove_a_split_step_no_scheduler",),
     ),
     Mutant(

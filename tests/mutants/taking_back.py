@@ -39,9 +39,63 @@ MUTANTS = [
          "test_the_model_of_a_known_optimizer_takes_part_whatever_leads_to_it",),
     ),
     Mutant(
+        "running-modules-unseen",
+        "modules that no name leads to are seen as they run, and their buffers put back",
+        "csrc/engine/whole.c",
+        "(oomkit_forwards_wanted(call) && oomkit_forwards_watch(call) < 0)",
+        "0",
+        ("members/test_forwards.py::test_its_buffers_see_the_batch_once"
+         "[around-in-place-small-first-forward-step]",),
+    ),
+    Mutant(
+        "running-modules-forgotten",
+        "they take part in the next calls, too",
+        "csrc/hook/forwards.c",
+        "if (forwards_join(call) < 0) {",
+        "if (0) {",
+        ("members/test_forwards.py::test_its_buffers_see_the_batch_once"
+         "[around-in-place-small-later-forward-step]",),
+    ),
+    Mutant(
+        "new-buffers-rest",
+        "a buffer that no finished call has seen is copied",
+        "csrc/undo/buffers.c",
+        "parts->moving[n - 1] = OOMKIT_BUFFER_NEW;",
+        "parts->moving[n - 1] = OOMKIT_BUFFER_RESTS;",
+        ("members/test_forwards.py::test_its_buffers_see_the_batch_once"
+         "[around-in-place-large-later-forward-step]",),
+    ),
+    Mutant(
+        "running-modules-marked-at-any-time",
+        "buffers that are not those of the entry any more are not put back",
+        "csrc/hook/forwards.c",
+        "as_it_was > 0 ? forward_is_noted(call, module, note, 0) : as_it_was;",
+        "1;",
+        ("members/test_forwards.py::"
+         "test_buffers_that_others_replace_for_a_while_are_left_alone[functional_call]",),
+    ),
+    Mutant(
+        "late-attributes-stay",
+        "what such a module has noted of its buffers goes back with them",
+        "csrc/undo/buffers.c",
+        "if (oomkit_late_modules_put(b->attributes) < 0) {",
+        "if (0) {",
+        ("members/test_forwards.py::"
+         "test_what_a_failed_call_noted_of_its_buffers_goes_back_with_them",),
+    ),
+    Mutant(
+        "late-modules-let-pass",
+        "what a failed attempt did to a module that had not been seen is not known",
+        "csrc/hook/forwards.c",
+        "if (call->hooked.watched_late) {",
+        "if (0) {",
+        ("members/test_forwards.py::"
+         "test_one_that_begins_to_run_in_a_call_that_fails_is_refused",),
+    ),
+    Mutant(
         "no-buffer-restore",
         "buffers are put back from their copies",
-        "csrc/undo/buffers_back.c",
+        "csrc/undo/buffers.c",
         "if (stuck < 0 || (!stuck && buffer_put_back(call, i) < 0)) {",
         "if (stuck < 0) {",
         ("engine/test_exact.py::test_every_allocation_failed_once[conv-whole]",),
@@ -50,7 +104,7 @@ MUTANTS = [
         "buffers-by-version",
         "buffers are put back whatever their versions say: a kernel that fails half-way has "
         "written and bumped none",
-        "csrc/undo/buffers_back.c",
+        "csrc/undo/buffers.c",
         "    OWNED PyObject *dict = NULL;\n",
         "    OWNED PyObject *dict = NULL;\n    uint32_t now = 0;\n"
         "    if (oomkit_tensor_version(call->st, item->tensor, &now) == 0 &&\n"
@@ -60,7 +114,7 @@ MUTANTS = [
     Mutant(
         "replaced-buffer-stays",
         "a buffer that was replaced by another tensor is put in its place again",
-        "csrc/undo/buffers_back.c",
+        "csrc/undo/buffers.c",
         "if (PyDict_GetItemWithError(dict, item->key) != item->tensor) {",
         "if (0) {",
         ("accum/test_once.py::test_a_buffer_that_was_replaced_is_in_its_place_again",),
