@@ -412,19 +412,95 @@ def test_what_it_notes_of_its_buffers_goes_back_with_them(at: int, returned: boo
     torch.testing.assert_close(program.layer.weight, plain.layer.weight)
 
 
+class Row:
+    """What it holds is called by no name that any code shows."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = deque(modules)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.modules:
+            x = module(x)
+        return x
+
+
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 def test_what_a_failed_call_noted_of_its_buffers_goes_back_with_them() -> None:
     """In a later call, which gets more rows than any before and runs out of memory."""
     weights = []
     for fails in (False, True):
-        program = Program(Ready(grows=True), around=False)
-        step = oomkit.auto_batch(program.step)
-        step(torch.ones(2, 4), torch.zeros(2, 4))
+        torch.manual_seed(SEED)
+        ready, layer = Ready(grows=True), nn.Linear(4, 4)
+        row, optimizer = Row(ready), torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()  # noqa: B023
+            layer(row(x)).square().mean().backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+
+        step(torch.ones(2, 4))
         with inject_oom(nth=1, phase="backward") if fails else contextlib.nullcontext():
-            step(torch.ones(ROWS, 4), torch.zeros(ROWS, 4))
-        assert HIDDEN["it"].scale.eq(0.5).all()
-        weights.append(program.layer.weight)
+            step(torch.ones(ROWS, 4))
+        assert ready.scale.eq(0.5).all()
+        weights.append(layer.weight)
     torch.testing.assert_close(*weights)
+
+
+class Sometimes(Far):
+    """The module has other buffers in its first call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def run(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        module = HIDDEN[name]
+        if self.calls == 0:
+            own = {key: value.clone() for key, value in module.named_buffers()}
+            return torch.func.functional_call(module, own, (x,))
+        return module(x)
+
+
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+def test_one_that_has_run_takes_part_from_the_next_call_on() -> None:
+    counted = Counted()
+    program = Program(counted, around=False)
+    layer, optimizer, far = program.layer, program.optimizer, Sometimes()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        layer(far.run("it", x)).square().mean().backward()
+        optimizer.step()
+
+    step(torch.ones(ROWS, 4))
+    far.calls = 1
+    with inject_oom(nth=1, phase="backward"):
+        step(torch.ones(ROWS, 4))
+    assert counted.rows == ROWS
+
+
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_large_buffer_is_copied_until_a_call_has_ended_well(raises: bool) -> None:
+    """Of a module that the step names, too."""
+    counted, layer = Counted(size=(20000,)), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, fails: bool) -> None:
+        optimizer.zero_grad()
+        if fails:
+            raise ValueError("of the user")
+        layer(counted(x)).square().mean().backward()
+        optimizer.step()
+
+    if raises:
+        with pytest.raises(ValueError, match="of the user"):
+            step(torch.ones(ROWS, 4), True)
+    with inject_oom(nth=1, phase="backward"):
+        step(torch.ones(ROWS, 4), False)
+    assert counted.total.eq(4 * ROWS).all()
 
 
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")

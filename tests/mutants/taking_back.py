@@ -53,8 +53,8 @@ MUTANTS = [
         "csrc/hook/forwards.c",
         "if (forwards_join(call) < 0) {",
         "if (0) {",
-        ("members/test_forwards.py::test_its_buffers_see_the_batch_once"
-         "[around-in-place-small-later-forward-step]",),
+        ("members/test_forwards.py::"
+         "test_one_that_has_run_takes_part_from_the_next_call_on",),
     ),
     Mutant(
         "new-buffers-rest",
@@ -62,8 +62,8 @@ MUTANTS = [
         "csrc/undo/buffers.c",
         "parts->moving[n - 1] = OOMKIT_BUFFER_NEW;",
         "parts->moving[n - 1] = OOMKIT_BUFFER_RESTS;",
-        ("members/test_forwards.py::test_its_buffers_see_the_batch_once"
-         "[around-in-place-large-later-forward-step]",),
+        ("members/test_forwards.py::"
+         "test_a_large_buffer_is_copied_until_a_call_has_ended_well[False]",),
     ),
     Mutant(
         "running-modules-marked-at-any-time",
