@@ -15,6 +15,52 @@ late_is_plain(const PyObject *value)
            PyBytes_CheckExact(value);
 }
 
+/* Of a list or a dictionary of the module's own (not torch's tables): which one, and
+ * how long. Neither it nor what is in it is held. Ellipsis of all else. New reference
+ * or NULL. */
+static PyObject *
+late_length(PyObject *name, PyObject *value)
+{
+    static const char *const torchs[] = {"_parameters", "_buffers", "_modules"};
+    size_t i;
+
+    for (i = 0; i < sizeof(torchs) / sizeof(*torchs); i++) {
+        if (PyUnicode_CompareWithASCIIString(name, torchs[i]) == 0) {
+            return Py_NewRef(Py_Ellipsis);
+        }
+    }
+    return PyList_CheckExact(value)   ? Py_BuildValue("(Nn)", PyLong_FromVoidPtr(value),
+                                                      PyList_GET_SIZE(value))
+           : PyDict_CheckExact(value) ? Py_BuildValue("(Nn)", PyLong_FromVoidPtr(value),
+                                                      PyDict_GET_SIZE(value))
+                                      : Py_NewRef(Py_Ellipsis);
+}
+
+/* Takes out what was added to it at its end. 0 or -1. */
+static int
+late_shorten(PyObject *value, PyObject *noted)
+{
+    const Py_ssize_t length = PyLong_AsSsize_t(PyTuple_GET_ITEM(noted, 1));
+    OWNED PyObject *keys = NULL;
+    Py_ssize_t i;
+
+    if (PyLong_AsVoidPtr(PyTuple_GET_ITEM(noted, 0)) != value) {
+        return 0; /* another one stands there */
+    }
+    if (PyList_CheckExact(value)) {
+        return PyList_GET_SIZE(value) <= length
+                   ? 0
+                   : PyList_SetSlice(value, length, PY_SSIZE_T_MAX, NULL);
+    }
+    keys = PyDict_CheckExact(value) ? PyDict_Keys(value) : NULL;
+    for (i = length; keys != NULL && i < PyList_GET_SIZE(keys); i++) {
+        if (PyDict_DelItem(value, PyList_GET_ITEM(keys, i)) < 0) {
+            return -1;
+        }
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 PyObject *
 oomkit_late_attributes(PyObject *module)
 {
@@ -25,13 +71,31 @@ oomkit_late_attributes(PyObject *module)
     for (i = 0; noted != NULL && i < PyTuple_GET_SIZE(own); i += 2) {
         PyObject *name = PyTuple_GET_ITEM(own, i);      /* borrowed */
         PyObject *value = PyTuple_GET_ITEM(own, i + 1); /* borrowed */
-        if (PyUnicode_CheckExact(name) &&
-            PyDict_SetItem(noted, name, late_is_plain(value) ? value : Py_Ellipsis) <
-                0) {
+        OWNED PyObject *note = NULL;
+        if (!PyUnicode_CheckExact(name)) {
+            continue;
+        }
+        note = late_is_plain(value) ? Py_NewRef(value) : late_length(name, value);
+        if (note == NULL || PyDict_SetItem(noted, name, note) < 0) {
             return NULL;
         }
     }
     return STEAL(noted);
+}
+
+/* Those change without the module's dictionary. */
+static int
+late_has_lengths(PyObject *noted)
+{
+    PyObject *name, *value; /* borrowed from the dict */
+    Py_ssize_t at = 0;
+
+    while (noted != NULL && PyDict_Next(noted, &at, &name, &value)) {
+        if (PyTuple_CheckExact(value)) {
+            return 1;
+        }
+    }
+    return 0;
 }
 
 int
@@ -46,7 +110,8 @@ oomkit_late_module_mark(oomkit_call *call, oomkit_buffered *entry, PyObject *mod
     if (entry->noted == NULL || entry->noted_of.dict != dict || tag == 0 ||
         entry->noted_of.tag != tag) {
         Py_XSETREF(entry->noted, oomkit_late_attributes(module));
-        entry->noted_of = (oomkit_seen_dict){dict, tag};
+        entry->noted_of =
+            (oomkit_seen_dict){dict, late_has_lengths(entry->noted) ? 0 : tag};
     }
     return oomkit_memo_add(&call->entry.buffers.attributes, module,
                            Py_XNewRef(entry->noted));
@@ -67,8 +132,8 @@ oomkit_late_modules_now(const oomkit_call *call, oomkit_memo **now)
     return 0;
 }
 
-/* One module: what was plain has its value again, what is new and plain goes. 0 or -1.
- */
+/* One module: what was plain has its value again, what is new and plain goes, lists and
+ * dictionaries lose what was added. 0 or -1. */
 static int
 late_put(PyObject *module, PyObject *noted)
 {
@@ -86,8 +151,15 @@ late_put(PyObject *module, PyObject *noted)
         }
     }
     while (names != NULL && PyDict_Next(noted, &at, &name, &value)) {
-        if (value != Py_Ellipsis && PyDict_GetItemWithError(now, name) != value &&
-            oomkit_own_attribute_set(module, name, value) < 0) {
+        if (PyTuple_CheckExact(value)) {
+            OWNED PyObject *list = oomkit_own_attribute(module, name);
+            if (list == NULL ? PyErr_Occurred() != NULL
+                             : late_shorten(list, value) < 0) {
+                return -1;
+            }
+        } else if (value != Py_Ellipsis &&
+                   PyDict_GetItemWithError(now, name) != value &&
+                   oomkit_own_attribute_set(module, name, value) < 0) {
             return -1;
         }
     }

@@ -74,8 +74,8 @@ oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo *
                    int *used);
 
 /* --- late_modules.c --- */
-/* {name: value} of an object's own attributes; Ellipsis where the value is none of the
- * plain kinds. New dict or NULL. */
+/* {name: value} of an object's own attributes; of a list or a dictionary its length, of
+ * what is not plain Ellipsis. New dict or NULL. */
 PyObject *
 oomkit_late_attributes(PyObject *module);
 /* They are marked, at entry of an attempt; those of all that the call has marked, as

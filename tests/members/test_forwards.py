@@ -447,6 +447,53 @@ def test_what_a_failed_call_noted_of_its_buffers_goes_back_with_them() -> None:
     torch.testing.assert_close(*weights)
 
 
+class Listed(nn.Module):
+    """It makes its buffer ready where a list or a dictionary of its own is empty."""
+
+    def __init__(self, notes: list[int] | dict[int, int]) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(4))
+        self._notes = notes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._notes:
+            with torch.no_grad():
+                self.scale.fill_(2)
+            if isinstance(self._notes, list):
+                self._notes.append(1)
+            else:
+                self._notes[1] = 1
+        return x * self.scale
+
+
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+@pytest.mark.parametrize("notes", [[], {}], ids=["list", "dict"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_it_notes_in_a_list_goes_back_too(notes: Any, at: int) -> None:
+    weights = []
+    for fails in (False, True):
+        torch.manual_seed(SEED)
+        listed, layer = Listed(copy.copy(notes)), nn.Linear(4, 4)
+        row, optimizer = Row(listed), torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()  # noqa: B023
+            layer(row(x)).square().mean().backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+
+        for number in range(2):
+            if fails and number == at:
+                with inject_oom(nth=1, phase="backward"):
+                    step(torch.ones(ROWS, 4))
+            else:
+                step(torch.ones(ROWS, 4))
+        assert listed.scale.eq(2).all()
+        assert len(listed._notes) == 1
+        weights.append(layer.weight)
+    torch.testing.assert_close(*weights)
+
+
 class Sometimes(Far):
     """The module has other buffers in its first call."""
 
