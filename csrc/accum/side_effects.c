@@ -43,19 +43,12 @@ effects_participants(const oomkit_call *call)
 {
     const oomkit_participants *parts = call->parts;
     OWNED PyObject *params = PyList_New(0), *users = PyList_New(0);
-    OWNED PyObject *roots =
-        parts->roots ? PySequence_List(parts->roots) : PyList_New(0);
+    OWNED PyObject *modules = oomkit_participants_modules(parts);
     Py_ssize_t i;
     int none;
 
-    if (params == NULL || users == NULL || roots == NULL) {
+    if (params == NULL || users == NULL || modules == NULL) {
         return NULL;
-    }
-    for (i = 0; i < parts->buffered_count; i++) {
-        if (parts->buffered[i].is_late &&
-            PyList_Append(roots, parts->buffered[i].ref) < 0) {
-            return NULL;
-        }
     }
     for (i = 0; i < parts->param_count; i++) {
         PyObject *param = parts->params[i]; /* borrowed */
@@ -72,7 +65,7 @@ effects_participants(const oomkit_call *call)
     }
     none = parts->roots == NULL ? 1 : effects_no_buffers(call);
     return none < 0 ? NULL
-                    : Py_BuildValue("(OOOOL)", roots,
+                    : Py_BuildValue("(OOOOL)", modules,
                                     none && !parts->some_late ? Py_False : Py_True,
                                     params, users, (long long)call->batch.rows);
 }

@@ -62,10 +62,23 @@ typedef struct oomkit_buffer {
 } oomkit_buffer;
 
 typedef struct oomkit_buffers {
-    oomkit_buffer *items;
+    oomkit_buffer *items; /* those of one module stand together */
     Py_ssize_t count, room;
+    int taken; /* all that take part are among them, and nothing is put back yet */
     oomkit_memo *attributes; /* of modules, see late_modules.c; or NULL */
 } oomkit_buffers;
+
+/* --- undo: undone_buffers.c --- */
+typedef struct oomkit_undone_buffer {
+    PyObject *module; /* owned until the end of the call: weak reference */
+    PyObject *key;    /* owned: name in module._buffers */
+    int made;         /* the attempt has made it; else it has moved it */
+} oomkit_undone_buffer;
+
+typedef struct oomkit_undone_buffers {
+    oomkit_undone_buffer *items;
+    Py_ssize_t count, room;
+} oomkit_undone_buffers;
 
 /* --- undo: random.c --- */
 typedef struct oomkit_rng {
@@ -378,6 +391,7 @@ typedef struct oomkit_savepoint {
     struct oomkit_plain *plain;  /* of plain: its marks, or NULL; see plain_state.h */
     PyObject *flags; /* owned: dict of address to (weak reference to a module, its
                            training flag at entry), or NULL */
+    oomkit_undone_buffers undone; /* what outlives the attempt that has moved them */
 } oomkit_savepoint;
 
 /* How the batch is cut, where the call is in it, and all that only a call needs that is

@@ -116,4 +116,12 @@ oomkit_step_for(oomkit_step *step, PyObject *object)
     return step->st->wiring->step_of_object(step, object);
 }
 
+/* The next call reads the code once more: modules take part of which it did not know.
+ */
+static inline void
+oomkit_step_look_again(oomkit_step *step)
+{
+    step->plain_looked = step->plain_looked > 0;
+}
+
 #endif

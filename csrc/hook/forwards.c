@@ -7,6 +7,7 @@
  * not known. */
 #include "hook.h"
 #include "../call/call.h"
+#include "../call/step.h"
 #include "../py/errors.h"
 #include "../py/tensor.h"
 #include "../undo/undo.h"
@@ -310,6 +311,9 @@ oomkit_forwards_end(oomkit_call *call, int finished)
     }
     call->parts->watched |= finished;
     call->parts->watches += finished;
+    if (call->parts->some_late) {
+        oomkit_step_look_again(call->step);
+    }
 }
 
 /* --- one of them runs --- */

@@ -525,6 +525,10 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                : counts == 0 ? Py_NewRef(Py_None)
                              : oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
+    if (call->is_last && call->backward.done > 0 && !oomkit_update_runs(call) &&
+        oomkit_undone_buffers_check(call) < 0) {
+        return NULL;
+    }
     if (call->split && !oomkit_update_runs(call)) {
         update = (oomkit_update){
             self,    oomkit_interceptor_optimizer(self, args, nargsf, kwnames),

@@ -228,6 +228,23 @@ oomkit_participants_buffered(const oomkit_participants *parts)
     return STEAL(all);
 }
 
+PyObject *
+oomkit_participants_modules(const oomkit_participants *parts)
+{
+    OWNED PyObject *refs = parts == NULL || parts->roots == NULL
+                               ? PyList_New(0)
+                               : PySequence_List(parts->roots);
+    Py_ssize_t i;
+
+    for (i = 0; refs != NULL && parts != NULL && i < parts->buffered_count; i++) {
+        if (parts->buffered[i].is_late &&
+            PyList_Append(refs, parts->buffered[i].ref) < 0) {
+            return NULL;
+        }
+    }
+    return STEAL(refs);
+}
+
 int
 oomkit_participants_add_late(oomkit_state *st, oomkit_participants *parts,
                              PyObject *module)
@@ -520,7 +537,6 @@ oomkit_participants_release(oomkit_participants *parts)
     }
     for (i = 0; i < parts->buffered_count; i++) {
         Py_CLEAR(parts->buffered[i].ref);
-        Py_CLEAR(parts->buffered[i].noted);
     }
     parts_drop_tensors(parts);
     for (i = 0; i < parts->source_count; i++) {

@@ -73,11 +73,9 @@ enum {
 enum { OOMKIT_BUFFER_RESTS = 0, OOMKIT_BUFFER_MOVES, OOMKIT_BUFFER_NEW };
 
 typedef struct oomkit_buffered {
-    PyObject *ref;   /* owned: weak reference to a module that has buffers */
-    int is_norm;     /* forward owns its running statistics: OOMKIT_NORM_* */
-    int is_late;     /* nothing but its forward has led to it, */
-    PyObject *noted; /* owned: oomkit_late_attributes() when its own dictionary was */
-    oomkit_seen_dict noted_of; /* this; or NULL */
+    PyObject *ref; /* owned: weak reference to a module that has buffers */
+    int is_norm;   /* forward owns its running statistics: OOMKIT_NORM_* */
+    int is_late;   /* nothing but its forward has led to it */
 } oomkit_buffered;
 
 /* Outlives the list: somebody may keep a weak reference of ours, and its callback. */
@@ -272,6 +270,11 @@ oomkit_participants_add_hidden(oomkit_participants *parts, PyObject *object,
 /* Addresses of the modules with buffers. New set or NULL. */
 PyObject *
 oomkit_participants_buffered(const oomkit_participants *parts);
+
+/* Weak references to the modules that the search began with or that came late; what is
+ * in these takes part, too. New list or NULL. */
+PyObject *
+oomkit_participants_modules(const oomkit_participants *parts);
 
 /* A module that was seen to run: its buffers take part, once. 0 or -1. */
 int

@@ -110,9 +110,13 @@ static PyObject *
 site_look(oomkit_call *call, PyObject *positional, PyObject *named)
 {
     oomkit_state *st = call->st;
-    OWNED PyObject *before = NULL;
+    OWNED PyObject *before = NULL, *modules = NULL;
     PyObject *found; /* owned */
 
+    modules = oomkit_participants_modules(call->step->parts);
+    if (modules == NULL) {
+        return NULL;
+    }
     if (st->set_eval_frame != NULL) {
         before = PyObject_CallOneArg(st->set_eval_frame, Py_None);
         if (before == NULL) {
@@ -121,7 +125,7 @@ site_look(oomkit_call *call, PyObject *positional, PyObject *named)
     }
     found = PyObject_CallFunctionObjArgs(
         st->plain_places, call->given.func, positional, named,
-        call->options->rng == OOMKIT_RNG_ALL ? Py_True : Py_False, NULL);
+        call->options->rng == OOMKIT_RNG_ALL ? Py_True : Py_False, modules, NULL);
     if (before != NULL) {
         KEEPING_EXCEPTION {
             OWNED PyObject *after = PyObject_CallOneArg(st->set_eval_frame, before);

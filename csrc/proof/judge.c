@@ -11,16 +11,16 @@ oomkit_proof_judge(oomkit_proof *p)
     Py_ssize_t i, n = call->parts->param_count;
     OWNED PyObject *params = PyList_New(n), *entry = NULL;
     OWNED PyObject *positional = NULL, *named = NULL;
+    OWNED PyObject *modules = oomkit_participants_modules(call->parts);
     oomkit_proven *known = oomkit_proven_find(call);
 
     for (i = 0; params != NULL && i < n; i++) {
         PyList_SET_ITEM(params, i, Py_NewRef(call->parts->params[i]));
     }
-    entry = params == NULL ? NULL : oomkit_proof_gradients_values(p);
+    entry = params == NULL || modules == NULL ? NULL : oomkit_proof_gradients_values(p);
     if (entry != NULL && oomkit_effects_arguments(call, &positional, &named) == 0) {
         p->judge = PyObject_CallFunction(
-            call->st->proof, "OOOOO(OOO)", call->options->label,
-            call->parts->roots == NULL ? Py_None : call->parts->roots, params, entry,
+            call->st->proof, "OOOOO(OOO)", call->options->label, modules, params, entry,
             known == NULL || known->tried == NULL ? Py_None : known->tried,
             call->given.func, positional, named);
     }

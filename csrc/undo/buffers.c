@@ -241,9 +241,7 @@ buffers_mark_all(oomkit_call *call)
         if (parts->buffered[i].is_norm) {
             always = oomkit_module_is_training(st, module);
         }
-        if (always < 0 || buffers_mark_module(call, module, always, from, to) < 0 ||
-            (parts->buffered[i].is_late &&
-             oomkit_late_module_mark(call, &parts->buffered[i], module) < 0)) {
+        if (always < 0 || buffers_mark_module(call, module, always, from, to) < 0) {
             return -1;
         }
     }
@@ -287,14 +285,17 @@ oomkit_buffers_mark(oomkit_call *call)
 {
     PyObject *guard; /* owned */
 
-    if (call->parts->buffered_count == 0) {
-        return 0;
+    if (call->parts->buffered_count > 0) {
+        if (oomkit_inference_begin(call->st, 0, &guard) < 0) {
+            return -1;
+        }
+        call->parts->buffers_serial++;
+        if (oomkit_inference_end(call->st, guard, buffers_mark_all(call)) < 0) {
+            return -1;
+        }
     }
-    if (oomkit_inference_begin(call->st, 0, &guard) < 0) {
-        return -1;
-    }
-    call->parts->buffers_serial++;
-    return oomkit_inference_end(call->st, guard, buffers_mark_all(call));
+    call->entry.buffers.taken = 1;
+    return 0;
 }
 
 /* The same for one. 0 or -1. */
@@ -332,9 +333,8 @@ oomkit_buffers_take_again(oomkit_call *call, PyObject *tensors)
     return buffers_copy(call->st, from, to);
 }
 
-/* 1 moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */
-static int
-buffer_state(oomkit_call *call, const oomkit_buffer *item)
+int
+oomkit_buffer_moved(const oomkit_call *call, const oomkit_buffer *item)
 {
     uint32_t version;
     PyObject *now; /* borrowed from dict */
@@ -352,13 +352,12 @@ buffer_state(oomkit_call *call, const oomkit_buffer *item)
                : version != item->version;
 }
 
-/* Has any buffer moved since entry? 1, 0 or -1. */
 int
 oomkit_buffers_moved(oomkit_call *call)
 {
     Py_ssize_t i;
     for (i = 0; i < call->entry.buffers.count; i++) {
-        int state = buffer_state(call, &call->entry.buffers.items[i]);
+        int state = oomkit_buffer_moved(call, &call->entry.buffers.items[i]);
         if (state != 0) {
             return state < 0 ? -1 : 1;
         }
@@ -477,6 +476,9 @@ oomkit_buffers_restore(oomkit_call *call, PyObject **which)
     Py_ssize_t i;
     int refused = 0;
 
+    if (oomkit_undone_buffers_note(call) < 0) {
+        return -1;
+    }
     for (i = 0; i < b->count; i++) {
         int stuck = buffer_is_stuck(call, i);
         if (stuck < 0 || (!stuck && buffer_put_back(call, i) < 0)) {
@@ -553,6 +555,7 @@ oomkit_buffers_free(oomkit_buffers *b)
     buffers_forget(b, 0);
     MEMORY_CLEAR(b->items);
     b->room = 0;
+    b->taken = 0;
 }
 
 /* Forgets the marks of an attempt. */

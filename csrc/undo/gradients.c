@@ -609,3 +609,26 @@ gradients_attempt_begins(oomkit_call *call)
 const oomkit_rule oomkit_gradients_rule = {.attempt_begins = gradients_attempt_begins,
                                            .backward_begins = gradients_backward_begins,
                                            .backward_ends = gradients_backward_ends};
+
+/* --- since a micro-batch began: which have come or moved, by whatever way --- */
+
+int
+oomkit_grads_micro_begins(oomkit_call *call)
+{
+    oomkit_grads_end_micro(call);
+    return oomkit_grads_marks_take(call, &call->grads.began);
+}
+
+int
+oomkit_grads_since_micro(oomkit_call *call, uint8_t *states)
+{
+    return oomkit_grads_marks_compare(call, call->grads.began, states, NULL) < 0 ? -1
+                                                                                 : 0;
+}
+
+/* Forgets what was marked when a micro-batch began. */
+void
+oomkit_grads_end_micro(oomkit_call *call)
+{
+    oomkit_grads_marks_drop(call, &call->grads.began);
+}

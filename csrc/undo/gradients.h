@@ -202,7 +202,7 @@ oomkit_grads_forget(oomkit_call *call)
 int
 oomkit_grads_host_begin(oomkit_call *call);
 
-/* --- micro_gradients.c --- */
+/* --- gradients.c: since a micro-batch began --- */
 /* Marks at the start of a micro-batch of a split call. 0 or -1. */
 int
 oomkit_grads_micro_begins(oomkit_call *call);

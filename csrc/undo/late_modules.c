@@ -1,7 +1,8 @@
-/* Modules that nothing but their forward has led to (hook/forwards.c). With their
- * buffers go numbers, names and flags among their own attributes: one that makes its
- * buffers ready when it first runs notes that it has. Of participants that the step
- * names the code shows such places (plain state); here nobody has seen the code. */
+/* Modules that nothing but their forward has led to (hook/forwards.c). In the call in
+ * which they first run nobody has read their code (plain state) before: with their
+ * buffers go numbers, names and flags among their own attributes, for one that makes
+ * its buffers ready when it first runs notes that it has. Where it notes that elsewhere
+ * the retry is refused (undone_buffers.c). */
 #include "undo.h"
 #include "../py/compat.h"
 #include "../py/errors.h"
@@ -81,40 +82,6 @@ oomkit_late_attributes(PyObject *module)
         }
     }
     return STEAL(noted);
-}
-
-/* Those change without the module's dictionary. */
-static int
-late_has_lengths(PyObject *noted)
-{
-    PyObject *name, *value; /* borrowed from the dict */
-    Py_ssize_t at = 0;
-
-    while (noted != NULL && PyDict_Next(noted, &at, &name, &value)) {
-        if (PyTuple_CheckExact(value)) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-int
-oomkit_late_module_mark(oomkit_call *call, oomkit_buffered *entry, PyObject *module)
-{
-    OWNED PyObject *dict = PyObject_GenericGetDict(module, NULL);
-    const uint64_t tag = dict == NULL ? 0 : oomkit_dict_tag(dict);
-
-    if (dict == NULL) {
-        return -1;
-    }
-    if (entry->noted == NULL || entry->noted_of.dict != dict || tag == 0 ||
-        entry->noted_of.tag != tag) {
-        Py_XSETREF(entry->noted, oomkit_late_attributes(module));
-        entry->noted_of =
-            (oomkit_seen_dict){dict, late_has_lengths(entry->noted) ? 0 : tag};
-    }
-    return oomkit_memo_add(&call->entry.buffers.attributes, module,
-                           Py_XNewRef(entry->noted));
 }
 
 int

@@ -292,6 +292,9 @@ oomkit_savepoint_end(oomkit_call *call)
     Py_CLEAR(call->entry.flags);
     oomkit_params_unmark(call);
     oomkit_param_slots_release(call);
+    if (call->entry.undone.room > 0) {
+        oomkit_undone_buffers_free(call);
+    }
     Py_CLEAR(call->refused.hooked);
 }
 

@@ -49,6 +49,10 @@ oomkit_buffers_mark(oomkit_call *call);
  * -1. */
 int
 oomkit_buffers_mark_late(oomkit_call *call, PyObject *module, PyObject *noted);
+/* 1 it moved in place, 2 another tensor stands in its place, 0 neither, -1 error. */
+int
+oomkit_buffer_moved(const oomkit_call *call, const oomkit_buffer *item);
+/* Has any since entry? 1, 0 or -1. */
 int
 oomkit_buffers_moved(oomkit_call *call);
 int
@@ -78,14 +82,28 @@ oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo *
  * what is not plain Ellipsis. New dict or NULL. */
 PyObject *
 oomkit_late_attributes(PyObject *module);
-/* They are marked, at entry of an attempt; those of all that the call has marked, as
- * they are now; and they are put back, which can be done again. 0 or -1. */
-int
-oomkit_late_module_mark(oomkit_call *call, oomkit_buffered *entry, PyObject *module);
+/* Those of all modules that came late in this call, as they are now; and they are put
+ * back, which can be done again. 0 or -1. */
 int
 oomkit_late_modules_now(const oomkit_call *call, oomkit_memo **now);
 int
 oomkit_late_modules_put(oomkit_memo *notes);
+
+/* --- undone_buffers.c --- */
+/* An attempt is being undone, its buffers are not yet: 0 or -1. */
+int
+oomkit_undone_buffers_note(oomkit_call *call);
+/* Before the retry updates anything: 0, or -1 with SplitError where it has not moved
+ * what the other one had, or goes on with what that one has made. */
+int
+oomkit_undone_buffers_compare(oomkit_call *call);
+void
+oomkit_undone_buffers_free(oomkit_call *call);
+static inline int
+oomkit_undone_buffers_check(oomkit_call *call)
+{
+    return call->entry.undone.count == 0 ? 0 : oomkit_undone_buffers_compare(call);
+}
 
 /* --- flags.c --- */
 int
@@ -152,7 +170,7 @@ oomkit_grads_changed_since(oomkit_call *call);
 int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
 
-/* --- micro_gradients.c --- */
+/* --- gradients.c: since a micro-batch began --- */
 void
 oomkit_grads_end_micro(oomkit_call *call);
 

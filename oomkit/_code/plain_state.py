@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from .bytecode import Steps, Symbol
-from .objects import LIBRARIES, is_foreign_function, method_of, own_attributes, undecorated, unwrap
+from .objects import (
+    LIBRARIES,
+    MODULE_OWN,
+    is_foreign_function,
+    method_of,
+    own_attributes,
+    undecorated,
+    unwrap,
+)
 from .spots import (
     ARGUMENT,
     ATTRIBUTE,
@@ -40,7 +48,7 @@ from .spots import (
     variable,
     whole,
 )
-from .uses import CALL, STORE, SUPER, Use, Uses, uses_of, writes
+from .uses import CALL, STORE, SUPER, Use, Uses, items_of, uses_of, writes
 
 # What is done with a place (plain_state.h).
 BIND, CONTENT, GROWS, EACH = 1, 2, 4, 8
@@ -123,13 +131,14 @@ class Places:
         given: dict[str, Spot],
         layer: bool = False,
         caller: Frame | None = None,
+        library: str = "",
     ) -> None:
-        if _is_foreign_code(function):
+        if _is_foreign_code(function, library):
             return
         known = (id(function.__code__), *(id(spot.value) for spot in given.values()))
         if known not in self.seen and len(self.seen) < _VISITS:
             self.seen.add(known)
-            (self.layers if layer else self.queue).append(Frame(function, given, caller))
+            (self.layers if layer else self.queue).append(Frame(function, given, caller, library))
 
     def enter(
         self,
@@ -142,7 +151,7 @@ class Places:
         """A call of it, and of what it wraps: a decorator passes arguments on (torch.no_grad())."""
         for inner in wrapped(function):
             for given in self.bound(frame, inner, use, first):
-                self.visit(inner, given, caller=caller)
+                self.visit(inner, given, caller=caller, library=frame.library)
 
     def run(self) -> None:
         while self.queue or self.layers:  # of a large model the layers must not crowd out
@@ -261,7 +270,7 @@ class Places:
 
     def escape(self, frame: Frame, arguments: tuple[Symbol | None, ...]) -> None:
         """Given to a function that is not known: it may write to it."""
-        for symbol in arguments:
+        for symbol in items_of(arguments):
             if symbol is not None and symbol.kind != "constant":
                 for spot in frame.resolve(symbol.steps):
                     self.fill(spot, CONTENT | EACH)
@@ -274,7 +283,8 @@ class Places:
             if attribute is not None and attribute.kind == "constant":
                 self.store_attribute(owner, attribute.steps[0])
             else:
-                for key, value in islice(own_attributes(owner.value), ITEMS):
+                own = MODULE_OWN if isinstance(owner.value, torch.nn.Module) else frozenset[str]()
+                for key, value in islice(own_attributes(owner.value, own), ITEMS):
                     if not isinstance(value, torch.nn.Module):
                         self.store_attribute(owner, key)
 
@@ -352,7 +362,7 @@ class Places:
     def called(self, frame: Frame, value: Any, use: Use, spot: Spot | None) -> None:
         value = undecorated(value)
         if isinstance(value, types.FunctionType):
-            if _is_foreign_code(value):
+            if _is_foreign_code(value, frame.library):
                 self.foreign(frame, value.__name__, use)
             else:
                 self.enter(frame, value, use, None, frame)
@@ -373,7 +383,7 @@ class Places:
     def foreign(self, frame: Frame, name: str, use: Use) -> None:
         """torch.nn.init.zeros_(x), torch._foreach_mul_(list, 2), random.shuffle(list)"""
         if writes(name):
-            frame.fills = frame.fills or None in use.arguments
+            frame.fills = frame.fills or None in items_of(use.arguments)
             self.escape(frame, use.arguments)
         elif name in _FILLS:
             self.escape(frame, use.arguments[:1])
@@ -396,15 +406,20 @@ class Places:
                 self.enter(frame, function, use, spot)
             return
         for part in parts:
+            own = own_of(part.value)
             for kind in ("_forward_pre_hooks", "_forward_hooks"):
-                for hook in [*own_of(part.value).get(kind, {}).values()]:
+                for hook in [*own.get(kind, {}).values()]:
                     self.called(frame, hook, _HOOK, None)
             forward = method_of(part.value, "forward")
-            if forward is not None and not is_metric(part.value):
+            if forward is not None and not isinstance(own.get("_defaults"), dict):
+                library = _top(forward) if own.get("_buffers") else ""
                 for inner in wrapped(forward):
                     bound = self.bound(frame, inner, use, spot) if part is spot else [{}]
                     for given in bound:
-                        self.visit(inner, given or {inner.__code__.co_varnames[0]: part}, True)
+                        given = given or dict(
+                            zip(inner.__code__.co_varnames[:1], [part], strict=False)
+                        )
+                        self.visit(inner, given, True, library=library)
 
     def metrics(self, spot: Spot) -> list[Spot]:
         """The parts of a module; the metrics among them may change."""
@@ -461,20 +476,30 @@ def wrapped(function: Any) -> Iterator[types.FunctionType]:
         function = undecorated(vars(function).get("__wrapped__"))
 
 
-def _is_foreign_code(function: types.FunctionType) -> bool:
-    top = str(function.__module__).partition(".")[0]
-    return top in LIBRARIES or is_foreign_function(function)
+def _top(function: types.FunctionType) -> str:
+    return str(function.__module__).partition(".")[0]
 
 
-def places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool) -> Found | None:
+def _is_foreign_code(function: types.FunctionType, library: str) -> bool:
+    """Is it passed over? What a module of a library (`library`) does to itself goes with the
+    buffers that it has: how far its table of positions reaches."""
+    top = _top(function)
+    return (top in LIBRARIES and top != library) or is_foreign_function(function)
+
+
+def places(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool, modules: list[Any]
+) -> Found | None:
     """Where the step stores, as a table for the engine, and random generators that it calls.
 
     Args:
         func: the decorated callable, and ``args`` and ``kwargs`` of its call.
         streams: find all generators that its names lead to.
+        modules: weak references to those that take part. They may run although the code does not
+            show where.
     """
     try:
-        return _places(func, args, kwargs, streams)
+        return _places(func, args, kwargs, streams, modules)
     except MemoryError:
         raise
     except Exception:
@@ -483,7 +508,7 @@ def places(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bo
 
 
 def _places(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], streams: bool, modules: list[Any]
 ) -> Found | None:
     function, bound, named = unwrap(func, args, kwargs)
     if not isinstance(function, types.FunctionType):
@@ -492,6 +517,10 @@ def _places(
     found = Places()
     for inner in wrapped(function):
         found.visit(inner, _given(inner, bound, named, args, kwargs))
+    found.run()
+    unseen = Frame(function, {})
+    for module in filter(None, (ref() for ref in modules)):
+        found.module(unseen, whole(module), "forward", _HOOK)
     found.run()
     if streams:
         found.streams.update(streams_of(function, [s.value for s in given.values()]))

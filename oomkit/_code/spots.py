@@ -113,9 +113,15 @@ class Frame:
     """A function that runs in the step, and what its names lead to."""
 
     def __init__(
-        self, function: types.FunctionType, given: dict[str, Spot], caller: Frame | None = None
+        self,
+        function: types.FunctionType,
+        given: dict[str, Spot],
+        caller: Frame | None = None,
+        library: str = "",
     ) -> None:
         self.function, self.given = function, given
+        self.library = library
+        """The code of this library is read, too, where it calls it."""
         self.fills = False
         """It writes to something in place that is no name."""
         self._caller = caller

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import types
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .bytecode import ANY, SUPER, Reader, Steps, Symbol, is_augmented
@@ -28,6 +29,25 @@ _COMPREHENSIONS = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>
 # Names that end like those of torch's functions that write in place, and write to gradients
 # or flags only.
 NEUTRAL = frozenset({"clip_grad_norm_", "clip_grad_value_", "requires_grad_", "unscale_"})
+
+
+class _Built(tuple[Symbol | None, ...]):
+    """The items of a tuple or list that the code makes; None for those that are not known."""
+
+
+def _built(symbol: Symbol | None) -> _Built | None:
+    value = symbol.steps[0] if symbol is not None and symbol.kind == "constant" else None
+    return value if isinstance(value, _Built) else None
+
+
+def items_of(arguments: Iterable[Symbol | None]) -> Iterator[Symbol | None]:
+    """What is passed to a call, also in a tuple or a list that is made for it."""
+    for symbol in arguments:
+        items = _built(symbol)
+        if items is None:
+            yield symbol
+        else:
+            yield from items_of(items)
 
 
 class Use(NamedTuple):
@@ -168,11 +188,37 @@ class _Uses(Reader):
         self.keywords = tuple(names.steps[0]) if known and names else ()
         self.do_call(instruction)
 
+    def do_build_tuple(self, instruction: dis.Instruction) -> None:
+        items = _Built(self.pop(instruction.arg)) if instruction.arg else _Built()
+        self.stack.append(Symbol("", "constant", (items,)))  # by which nothing is stored
+
+    do_build_list = do_build_tuple
+
+    def built_further(self, at: int, item: Symbol | None) -> None:
+        items = _built(self.stack[-at]) if len(self.stack) >= at else None
+        if items is not None:
+            self.stack[-at] = Symbol("", "constant", (_Built((*items, item)),))
+
+    def do_list_extend(self, instruction: dis.Instruction) -> None:
+        self.pop()
+        self.built_further(instruction.arg or 1, None)  # f(self, *args): what is before it stays
+
+    def do_list_append(self, instruction: dis.Instruction) -> None:
+        self.built_further(instruction.arg or 1, self.pop()[0])  # 3.12: comprehensions are inlined
+
+    def do_list_to_tuple(self, _: dis.Instruction) -> None:
+        return None
+
+    def do_call_intrinsic_1(self, instruction: dis.Instruction) -> None:
+        if "LIST_TO_TUPLE" not in instruction.argrepr:  # 3.12
+            self.pop()
+            self.stack.append(None)
+
     def do_call_function_ex(self, instruction: dis.Instruction) -> None:
         taken = self.pop(2 + ((instruction.arg or 0) & 1))
         below = self.pop()[0]  # NULL, or what is called with NULL above it
         called = taken[0] if taken[0] is not None else below
-        self.note(CALL, called, tuple(taken[1:]))
+        self.note(CALL, called, tuple(_built(taken[1]) or taken[1:]))
         self.stack.append(None)
 
     def result(self, called: Symbol | None, given: list[Symbol | None]) -> Symbol | None:
@@ -247,4 +293,16 @@ def uses_of(code: types.CodeType) -> Uses:
     return uses
 
 
-__all__ = ["ANY", "CALL", "FILL", "NEUTRAL", "STORE", "SUPER", "Use", "Uses", "uses_of", "writes"]
+__all__ = [
+    "ANY",
+    "CALL",
+    "FILL",
+    "NEUTRAL",
+    "STORE",
+    "SUPER",
+    "Use",
+    "Uses",
+    "items_of",
+    "uses_of",
+    "writes",
+]

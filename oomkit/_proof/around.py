@@ -10,7 +10,7 @@ bits, so that gradients are known to half a per cent: what couples rows weakly w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -62,9 +62,11 @@ class Around:
 
     __slots__ = ("_cast", "_host", "_hushed", "_kept", "_plain", "_saved", "alone", "is_full")
 
-    def __init__(self, params: list[torch.Tensor], step: Step) -> None:
+    def __init__(
+        self, params: list[torch.Tensor], step: Step, modules: Iterable[torch.nn.Module]
+    ) -> None:
         self._kept = Kept(params)
-        self._plain = PlainValues(step)
+        self._plain = PlainValues(step, modules)
         self._host = torch.autograd.graph.save_on_cpu()
         self._cast: list[str] = []  # kinds of devices for which autocast was on
         self.alone = False

@@ -107,7 +107,7 @@ class Proof:
         self._in_doubt = False  # see learn_terms()
         self._hooked = False  # a loss has a hook, which may multiply it by anything
         self.draws = Draws()
-        self.around = Around(params, step)
+        self.around = Around(params, step, self._roots)
         self._runs: dict[str, Run] = {}
         self._now = ""
         self._base = "whole"  # the run that others are compared with

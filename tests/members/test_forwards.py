@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 import oomkit
 from oomkit.testing import inject_oom
+
+from .unseen import Row, step_with
 
 SEED = 11
 STEPS = 4
@@ -264,15 +267,7 @@ def test_a_buffer_of_two_modules_goes_back_to_where_it_was(known: bool, at: int)
     second._buffers.update(first._buffers)
     HIDDEN.update({"first": first, "second": second})
     options: dict[str, Any] = {"participants": [first]} if known else {}
-    layer = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-
-    @oomkit.auto_batch(**options)
-    def step(x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        layer(far.run("first", x)).square().mean().backward()
-        optimizer.step()
-
+    step = step_with(partial(far.run, "first"), nn.Linear(4, 4), **options)
     for _ in range(at):
         step(torch.ones(ROWS, 4))
     with inject_oom(nth=1, phase="backward"):
@@ -294,14 +289,8 @@ def test_one_that_was_written_to_before_it_ran_is_refused() -> None:
     """What it had at entry is not known; from the second call on it is."""
     counted = Counted()
     program = Program(counted, around=False)
-    layer, optimizer, far = program.layer, program.optimizer, Preparing()
-
-    @oomkit.auto_batch(verify=False)
-    def step(x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        layer(far.run("it", x)).square().mean().backward()
-        optimizer.step()
-
+    far = Preparing()
+    step = step_with(lambda x: far.run("it", x), program.layer, verify=False)
     with (
         inject_oom(nth=1, phase="backward"),
         pytest.raises(oomkit.SplitError, match=r"a Counted runs in it .* pass model="),
@@ -412,18 +401,6 @@ def test_what_it_notes_of_its_buffers_goes_back_with_them(at: int, returned: boo
     torch.testing.assert_close(program.layer.weight, plain.layer.weight)
 
 
-class Row:
-    """What it holds is called by no name that any code shows."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        self.modules = deque(modules)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        for module in self.modules:
-            x = module(x)
-        return x
-
-
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 def test_what_a_failed_call_noted_of_its_buffers_goes_back_with_them() -> None:
     """In a later call, which gets more rows than any before and runs out of memory."""
@@ -431,14 +408,7 @@ def test_what_a_failed_call_noted_of_its_buffers_goes_back_with_them() -> None:
     for fails in (False, True):
         torch.manual_seed(SEED)
         ready, layer = Ready(grows=True), nn.Linear(4, 4)
-        row, optimizer = Row(ready), torch.optim.SGD(layer.parameters(), lr=0.1)
-
-        @oomkit.auto_batch
-        def step(x: torch.Tensor) -> None:
-            optimizer.zero_grad()  # noqa: B023
-            layer(row(x)).square().mean().backward()  # noqa: B023
-            optimizer.step()  # noqa: B023
-
+        step = step_with(Row(ready), layer)
         step(torch.ones(2, 4))
         with inject_oom(nth=1, phase="backward") if fails else contextlib.nullcontext():
             step(torch.ones(ROWS, 4))
@@ -474,14 +444,7 @@ def test_what_it_notes_in_a_list_goes_back_too(notes: Any, at: int) -> None:
     for fails in (False, True):
         torch.manual_seed(SEED)
         listed, layer = Listed(copy.copy(notes)), nn.Linear(4, 4)
-        row, optimizer = Row(listed), torch.optim.SGD(layer.parameters(), lr=0.1)
-
-        @oomkit.auto_batch
-        def step(x: torch.Tensor) -> None:
-            optimizer.zero_grad()  # noqa: B023
-            layer(row(x)).square().mean().backward()  # noqa: B023
-            optimizer.step()  # noqa: B023
-
+        step = step_with(Row(listed), layer)
         for number in range(2):
             if fails and number == at:
                 with inject_oom(nth=1, phase="backward"):
@@ -511,15 +474,8 @@ class Sometimes(Far):
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 def test_one_that_has_run_takes_part_from_the_next_call_on() -> None:
     counted = Counted()
-    program = Program(counted, around=False)
-    layer, optimizer, far = program.layer, program.optimizer, Sometimes()
-
-    @oomkit.auto_batch
-    def step(x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        layer(far.run("it", x)).square().mean().backward()
-        optimizer.step()
-
+    program, far = Program(counted, around=False), Sometimes()
+    step = step_with(partial(far.run, "it"), program.layer)
     step(torch.ones(ROWS, 4))
     far.calls = 1
     with inject_oom(nth=1, phase="backward"):

@@ -81,7 +81,7 @@ MUTANTS = [
         "if (oomkit_late_modules_put(b->attributes) < 0) {",
         "if (0) {",
         ("members/test_forwards.py::"
-         "test_what_a_failed_call_noted_of_its_buffers_goes_back_with_them",),
+         "test_what_it_notes_in_a_list_goes_back_too[0-list]",),
     ),
     Mutant(
         "late-modules-let-pass",
@@ -333,5 +333,81 @@ MUTANTS = [
         "return accelerator_restore(object, saved);",
         "return 0;",
         ("optim/test_accelerate.py::test_out_of_memory",),
+    ),
+    Mutant(
+        "participants-code-unread",
+        "what the code of a participant changes goes back, whatever leads to it",
+        "oomkit/_code/plain_state.py",
+        "filter(None, (ref() for ref in modules))",
+        "()",
+        ("members/test_unseen_code.py::test_it_goes_back_with_the_buffers"
+         "[InOwnSet-participants-2]",
+         "members/test_unseen_code.py::test_from_the_second_call_on_also_of_what_has_run"
+         "[InOwnSet]"),
+    ),
+    Mutant(
+        "library-modules-unread",
+        "what a library's module notes of its buffers goes back with them",
+        "oomkit/_code/plain_state.py",
+        'library = _top(forward) if own.get("_buffers") else ""',
+        'library = ""',
+        ("members/test_unseen_code.py::"
+         "test_tables_of_positions_of_transformers_go_back_with_their_length[2-dynamic]",),
+    ),
+    Mutant(
+        "built-arguments-lost",
+        "what is passed in a list that is made for the call may be written to",
+        "oomkit/_code/plain_state.py",
+        "for symbol in items_of(arguments):",
+        "for symbol in arguments:",
+        ("plain/test_plain_places.py::test_what_a_call_is_given_in_a_tuple_or_list",),
+    ),
+    Mutant(
+        "undone-buffers-may-rest",
+        "a buffer that the failed attempt moved moves in its retry, too",
+        "csrc/undo/undone_buffers.c",
+        "one->made ? state != 1 : state != 0;",
+        "one->made ? state != 1 : 1;",
+        ("members/test_unseen_code.py::test_in_the_first_call_its_retry_is_refused"
+         "[InOwnSet]",
+         "members/test_unseen_code.py::test_a_retry_without_an_update_is_refused_too"
+         "[returned]"),
+    ),
+    Mutant(
+        "undone-buffers-checked-at-the-end",
+        "that is seen before the update",
+        "csrc/hook/method.c",
+        "oomkit_undone_buffers_check(call) < 0) {",
+        "0) {",
+        ("members/test_unseen_code.py::test_in_the_first_call_its_retry_is_refused"
+         "[InOwnSet]",),
+    ),
+    Mutant(
+        "made-buffers-go-on",
+        "a retry does not go on with a buffer that the failed attempt made",
+        "csrc/undo/undone_buffers.c",
+        "one->made ? state != 1 : state != 0;",
+        "one->made ? 1 : state != 0;",
+        ("members/test_unseen_code.py::"
+         "test_a_count_that_a_failed_attempt_has_begun_is_not_gone_on_with"
+         "[NotShown-named-3]",),
+    ),
+    Mutant(
+        "tables-count-as-moved",
+        "a table that grows with its batch may rest in the retry",
+        "csrc/undo/undone_buffers.c",
+        ": was.size == is.size && was.shape_hash == is.shape_hash;",
+        ": 1;",
+        ("members/test_unseen_code.py::"
+         "test_a_table_that_grows_with_its_batch_is_not_refused[True-False]",),
+    ),
+    Mutant(
+        "undone-buffers-noted-twice",
+        "what a first try has put back has not moved at the second",
+        "csrc/undo/undone_buffers.c",
+        "b->taken = 0;",
+        "b->taken = 1;",
+        ("members/test_unseen_code.py::"
+         "test_what_was_put_back_at_the_first_try_has_not_moved",),
     ),
 ]  # fmt: skip

@@ -265,7 +265,7 @@ def test_what_the_step_does_not_store_to_is_left_alone() -> None:
 
     from oomkit._code.plain_state import places
 
-    assert places(step, (_x(),), {}, False) in (None, ((), ()))
+    assert places(step, (_x(),), {}, False, []) in (None, ((), ()))
 
 
 def test_what_is_replaced_is_not_kept_alive() -> None:
@@ -509,3 +509,38 @@ def test_what_hooks_of_the_parts_of_a_model_store_goes_back() -> None:
     _fail(step, _x(1))
     _fail(step, _x(1), phase="forward", nth=4)
     assert (seen[0], activity.mean.item(), activity.values) == (3, 3.0, [])
+
+
+def _scale(by: float, *tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(by)
+
+
+def _shift(first: Box, by: float, **options: Any) -> None:
+    first.shifted = by
+
+
+A, B, BOX, REST = torch.ones(2), torch.ones(2), Box(), (torch.ones(2),)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda x: torch._foreach_add_([A, B], 1.0), {"A", "B"}),
+        (lambda x: torch._foreach_add_((A, B), 1.0), {"A", "B"}),
+        (lambda x: torch._foreach_add_(*([A, B], 1.0)), {"A", "B"}),
+        (lambda x: torch._foreach_add_([A, *REST], 1.0), {"A", "REST"}),
+        (lambda x: torch.aminmax(x, out=(A, B)), {"A", "B"}),
+        (lambda x: _scale(*(2.0, A, B)), set()),  # of those behind a star no name is known
+        (lambda x: _shift(*(BOX, 1.0)), {"BOX.shifted"}),
+        (lambda x: _shift(BOX, 1.0, **{"more": x}), {"BOX.shifted"}),
+        (lambda x: _shift(BOX, *x), {"BOX.shifted"}),
+    ],
+)
+def test_what_a_call_is_given_in_a_tuple_or_list(
+    step: Callable[..., Any], expected: set[str]
+) -> None:
+    from oomkit._code.plain_state import places
+
+    found = places(step, (_x(),), {}, False, [])
+    assert {name for *_, what, name in (found or ((),))[0] if what} == expected

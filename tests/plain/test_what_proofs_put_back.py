@@ -430,6 +430,18 @@ def test_another_thread_may_fill_a_container_meanwhile(shared: Any) -> None:
         sys.setswitchinterval(interval)
 
 
+def test_what_the_modules_hold_goes_back_whatever_leads_to_them() -> None:
+    module = torch.nn.Module()
+    module.count = count = Count()
+    values = PlainValues((lambda: None, (), {}), [module])
+    values.note()
+    before = dict(vars(count))
+    for name in before:
+        setattr(count, name, "of a run")
+    values.put_back()
+    assert vars(count) == before
+
+
 @dataclasses.dataclass
 class Sample:
     array: np.ndarray

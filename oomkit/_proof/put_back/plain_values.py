@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,10 +43,12 @@ class PlainValues:
 
     Args:
         step: the decorated callable, and ``args`` and ``kwargs`` of its call.
+        modules: those that take part, whatever leads to them.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, modules: Iterable[torch.nn.Module] = ()) -> None:
         self._step = step
+        self._modules = modules
         self._notes: list[_Note] | None = None
         self._noted: list[_Place] = []
 
@@ -69,7 +71,7 @@ class PlainValues:
             return []
         notes: list[_Note] = []
         room = [_ALL_ITEMS, _ALL_ARRAYS]
-        for value in reachable(function, [*args, *kwargs.values()], leads_on):
+        for value in reachable(function, [*args, *kwargs.values(), *self._modules], leads_on):
             if not is_a(value, torch.Tensor):
                 notes += carefully(partial(_notes, value, room)) or ()
         return notes
