@@ -216,6 +216,17 @@ def _items(spot: Spot, key: Any) -> Iterator[Spot]:
         known = type(key) is int and -size <= key < size
         for index in [key % size] if known else range(min(size, ITEMS)):
             yield Spot(spot, ITEM, index, value[index])
+    else:
+        yield from _members(value)
+
+
+def _members(value: Any) -> Iterator[Spot]:
+    """Of a set or a deque: not by their places, of which there are none or that move."""
+    for base in (set, frozenset, deque):
+        if is_a(value, base):  # whose `__iter__` may be the user's
+            for inner in [*islice(base.__iter__(value), ITEMS)]:  # at once: threads may add to it
+                if not is_a(inner, (*PLAIN, *CONTAINERS, tuple)):
+                    yield whole(inner)
 
 
 def parts_of(spot: Spot) -> Iterator[Spot]:

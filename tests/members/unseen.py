@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,9 +22,7 @@ class Row:
         self.modules = deque(modules)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        for module in self.modules:
-            x = module(x)
-        return x
+        return reduce(lambda out, module: module(out), self.modules, x)
 
 
 def step_with(

@@ -410,4 +410,12 @@ MUTANTS = [
         ("members/test_unseen_code.py::"
          "test_what_was_put_back_at_the_first_try_has_not_moved",),
     ),
+    Mutant(
+        "sets-unread",
+        "what objects in a set or a deque change goes back",
+        "oomkit/_code/spots.py",
+        "for base in (set, frozenset, deque):",
+        "for base in ():",
+        ("plain/test_plain_places.py::test_objects_in_a_container_that_is_looped_over",),
+    ),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -544,3 +544,37 @@ def test_what_a_call_is_given_in_a_tuple_or_list(
 
     found = places(step, (_x(),), {}, False, [])
     assert {name for *_, what, name in (found or ((),))[0] if what} == expected
+
+
+class Hook:
+    """What a step calls without a name of its own."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.update(x)
+
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        return x
+
+
+@pytest.mark.parametrize("called", ["object", "method", "function"])
+@pytest.mark.parametrize("kind", [list, tuple, set, frozenset, deque])
+def test_objects_in_a_container_that_is_looped_over(kind: type, called: str) -> None:
+    hook = Hook()
+    run = {"object": hook, "method": hook, "function": lambda x: hook.update(x)}[called]
+    hooks = kind([run])
+    model, optimizer = _model()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        for each in hooks:
+            x = each.update(x) if called == "method" else each(x)
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+    _fail(step, _x())
+    assert hook.rows == 8
