@@ -65,14 +65,17 @@ undone_note_module(oomkit_call *call, PyObject *module, Py_ssize_t first,
     OWNED PyObject *names = NULL;
     Py_ssize_t i, k;
 
+    if (dict == NULL) {
+        return -1;
+    }
     for (i = first; i < end; i++) {
         int moved = undone_has_moved(call, &items[i]);
         if (moved < 0 || (moved > 0 && undone_add(call, module, items[i].key, 0) < 0)) {
             return -1;
         }
     }
-    if (dict == NULL || !PyDict_Check(dict) || PyDict_GET_SIZE(dict) == end - first) {
-        return dict == NULL ? -1 : 0;
+    if (!PyDict_Check(dict) || PyDict_GET_SIZE(dict) == end - first) {
+        return 0;
     }
     names = PyDict_Items(dict);
     for (k = 0; names != NULL && k < PyList_GET_SIZE(names); k++) {
@@ -155,8 +158,7 @@ undone_refuse(oomkit_call *call, const PyObject *module,
               const oomkit_undone_buffer *one)
 {
     const char *kind = Py_TYPE(module)->tp_name;
-    const char *was = one->made ? "made" : "updated";
-    const char *is = one->made ? "updates that one or has none" : "does not update it";
+    const char *was = one->made ? "created" : "updated";
     OWNED PyObject *key = Py_NewRef(one->key);
 
     if (call->options->verify == OOMKIT_VERIFY_WARN) {
@@ -164,17 +166,19 @@ undone_refuse(oomkit_call *call, const PyObject *module,
         return oomkit_warn(
             call->st->OomkitWarning, 1,
             "oomkit: %U is split (verify=\"warn\"), but buffer %U of a %s "
-            "was %s in the attempt that failed, and its retry %s" SEE("undone-buffers"),
-            call->options->label, key, kind, was, is);
+            "was %s in the attempt that ran out of memory, but not in its retry" SEE(
+                "undone-buffers"),
+            call->options->label, key, kind, was);
     }
     return oomkit_refuse_split(
         call,
-        "buffer %U of a %s was %s in the attempt that failed, and its retry %s. What "
-        "decides that was not put back, or asks for the number of rows: keep it in an "
-        "attribute of the module and pass the module as model=..., run the step once "
-        "on a small batch first, or, where it makes no difference, pass "
-        "verify=\"warn\"" SEE("undone-buffers"),
-        key, kind, was, is);
+        "buffer %U of a %s was %s in the attempt that ran out of memory, but not in "
+        "its "
+        "retry. It depends on a value that oomkit could not restore, or on the number "
+        "of rows: keep that value in an attribute of the module and pass the module as "
+        "model=..., run the step once on a small batch first, or, where the buffer "
+        "makes no difference, pass verify=\"warn\"" SEE("undone-buffers"),
+        key, kind, was);
 }
 
 int
