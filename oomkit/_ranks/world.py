@@ -65,6 +65,10 @@ _POINT_TO_POINT = frozenset(
 _LOOKS = datetime.timedelta(seconds=0.25)
 """Between two looks, in a collective of a step's own, for a rank that has failed in this call."""
 _NO_LIMIT = datetime.timedelta(0)
+_LEAVE = 0.05
+"""Seconds without the interpreter's lock at the end of a program that had ranks. Threads of gloo
+take it to free the tensors of a collective that is over, and where they still wait for it when the
+interpreter goes down, torch 2.13 aborts: a job that was fine counts as failed."""
 _ENDED = "its program has ended"
 _present: World | None = None
 
@@ -383,6 +387,8 @@ class World:
 
 def _ends(world: weakref.ref[World], process: int) -> None:
     """The program has come to its end; a child of it that was forked says nothing."""
+    if os.getpid() == process:
+        time.sleep(_LEAVE)
     own = world()
     if own is not None and os.getpid() == process:
         failed = getattr(sys, "last_value", None)  # which nobody has caught

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -294,3 +295,33 @@ print(said(Group().barrier), said(lambda: Group().broadcast([tensor])), said(Wor
     plain, watched = (each.stdout for each in done)
     assert watched == plain
     assert "No backend" in plain
+
+
+def test_a_program_that_ends_at_once_after_a_collective_does_not_abort(
+    tmp_path: Path,
+) -> None:
+    # A thread of gloo frees what it was given with Python's lock, which the main thread keeps here.
+    program = f"""
+import os, sys
+import torch, torch.distributed as dist
+import oomkit
+from oomkit._ranks import world
+
+torch.set_num_threads(1)
+rank = 0 if os.fork() else 1
+store = dist.FileStore({str(tmp_path / "store")!r}, 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+world.meet()
+sys.setswitchinterval(1000)
+if rank == 1:
+    for _ in range(2 * 10**6):
+        pass
+for _ in range(8):
+    dist.all_reduce(torch.ones(3), async_op=rank == 0)
+if rank == 1:
+    os._exit(0)
+for _ in range(10**7):
+    pass
+"""
+    done = run_program(program)
+    assert done.returncode == 0, done.stderr
