@@ -133,6 +133,7 @@ parts_add_tensor(oomkit_state *st, oomkit_participants *parts, PyObject *tensor)
     if (ARRAY_GROW(parts->params, parts->param_count, parts->param_room) < 0) {
         return -1;
     }
+    parts->some_lazy |= strcmp(Py_TYPE(tensor)->tp_name, "UninitializedParameter") == 0;
     parts->params[parts->param_count++] = Py_NewRef(tensor);
     if (facts.device_type != 0 && parts->device_type == 0) {
         parts->device_type = facts.device_type;

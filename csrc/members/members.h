@@ -112,6 +112,7 @@ typedef struct oomkit_participants {
     Py_ssize_t adopted_count; /* the last ones, held for a call only */
     PyObject *adopted;        /* owned: list of weak references to leaves that nothing
                                  known leads to, or NULL */
+    int some_lazy;            /* some of them had no shape yet when they were found */
     int leaves_die; /* unknown leaves of this step were made in it, and died with it */
     oomkit_buffered *buffered;
     Py_ssize_t buffered_count, buffered_room;

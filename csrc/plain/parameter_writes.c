@@ -68,6 +68,12 @@ oomkit_param_copies_refuse(oomkit_call *call, PyObject **message, Py_ssize_t fir
                   "optimizer_safety=\"copy\" to auto_batch, or change parameters after "
                   "the decorated step",
                   name, oomkit_writes_shown(call))
+        : call->parts->some_lazy
+            ? PyUnicode_FromFormat(
+                  "%U was changed by the step, perhaps by a lazy module (LazyLinear, "
+                  "say) that got its shape in this call, and stays changed; run the "
+                  "model once on a few rows before the first decorated step",
+                  name)
             : PyUnicode_FromFormat(
                   "%U was changed by the step outside an optimizer that auto_batch "
                   "knows, and stays changed; pass it as optimizer=..., or change "

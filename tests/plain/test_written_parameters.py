@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -447,3 +448,27 @@ def _weak(model: nn.Module) -> list[Any]:
     import weakref
 
     return [weakref.ref(module) for module in model.modules()]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("verify", [None, False])
+def test_shapes_that_a_failed_call_gave_are_told(verify: bool | None, phase: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {} if verify is None else {"verify": verify}
+
+    @oomkit.auto_batch(**options)
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    x = torch.randn(8, 3)
+    with (
+        inject_oom(nth=4 if phase == "forward" else 1, phase=phase),
+        pytest.raises(oomkit.PartialUpdate, match="run the model once on a few rows before"),
+    ):
+        step(x)
+    for fails in (False, True):  # it has them now
+        with inject_oom(nth=1, phase="backward") if fails else nullcontext():
+            step(x)
