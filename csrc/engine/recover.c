@@ -186,6 +186,26 @@ recover_cannot(oomkit_call *call, PyObject *exception, const char *doing)
     return oomkit_own_failed(call, doing);
 }
 
+/* Of a call that is committed: has a scheduler stepped and nothing else moved? Counts
+ * as no where that cannot be told. */
+static int
+recover_scheduled(oomkit_call *call)
+{
+    Py_ssize_t ignored;
+    int moved;
+
+    if (call->refused.why != NULL || call->refused.hooked != NULL ||
+        oomkit_update_of_unknown_runs(call) || oomkit_update_by_unknown(call) ||
+        !oomkit_only_scheduled(call)) {
+        return 0;
+    }
+    moved = oomkit_params_moved(call, &ignored);
+    if (moved < 0) {
+        oomkit_error_dismiss(); /* counts as moved */
+    }
+    return moved == 0;
+}
+
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
  * when it answers -1. */
 static int
@@ -206,6 +226,16 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
         return 0;
     }
     oomkit_exception_discard(call->st, exception);
+    if (committed && recover_scheduled(call)) {
+        oomkit_raise(call->st->PartialUpdate,
+                     "%U ran out of memory after a scheduler had stepped and before "
+                     "the update: the scheduler's step() cannot be undone; call it "
+                     "after optimizer.step(), restore a checkpoint, or pass "
+                     "optimizer_safety=\"copy\" to auto_batch" SEE("partial-update"),
+                     call->options->label);
+        call->log.outcome = 2;
+        return -1;
+    }
     if (committed &&
         (oomkit_update_of_unknown_runs(call) || oomkit_update_unfinished(call) ||
          call->backward.failed ||

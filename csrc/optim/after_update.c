@@ -9,14 +9,19 @@
 #include "../py/errors.h"
 #include "../py/tensor.h"
 
+static int
+updated_is_number(const PyObject *value)
+{
+    return value != NULL && (PyFloat_CheckExact(value) || PyLong_CheckExact(value));
+}
+
 /* Adds `was` and `now` when they are numbers that differ. 0 or -1. */
 static int
 updated_add(oomkit_memo **found, PyObject *was, PyObject *now)
 {
     int differ;
 
-    if (was == NULL || now == NULL || !Py_IS_TYPE(was, Py_TYPE(now)) ||
-        !(PyFloat_CheckExact(was) || PyLong_CheckExact(was))) {
+    if (!updated_is_number(was) || !updated_is_number(now)) {
         return 0;
     }
     differ = PyObject_RichCompareBool(was, now, Py_NE);
@@ -79,7 +84,12 @@ oomkit_updated(oomkit_call *call, oomkit_memo **found)
         }
     }
     EACH_MEMO (mark, marks->epochs) {
-        if (updated_number(call, mark.object, "last_epoch", mark.saved, found) < 0) {
+        PyObject *epoch = PyTuple_GET_ITEM(mark.saved, 0); /* borrowed, */
+        PyObject *in_it = PyTuple_GET_ITEM(mark.saved, 1); /* as this is */
+        if ((epoch != Py_None &&
+             updated_number(call, mark.object, "last_epoch", epoch, found) < 0) ||
+            (in_it != Py_None &&
+             updated_number(call, mark.object, "T_cur", in_it, found) < 0)) {
             return -1;
         }
     }
@@ -150,6 +160,21 @@ oomkit_update_committed(oomkit_call *call)
         oomkit_exception_give(exception);
     }
     return result;
+}
+
+int
+oomkit_only_scheduled(oomkit_call *call)
+{
+    int moved;
+
+    if (oomkit_updates_made(call) > 0 || oomkit_update_unfinished(call)) {
+        return 0;
+    }
+    moved = oomkit_optimizers_any_moved(call);
+    if (moved < 0) {
+        oomkit_error_dismiss(); /* counts as moved */
+    }
+    return moved == 0;
 }
 
 int

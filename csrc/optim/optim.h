@@ -109,6 +109,10 @@ oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer);
 
 int
 oomkit_update_committed(oomkit_call *call);
+/* Of a call that is committed: by the step() of a scheduler alone, before any update?
+ */
+int
+oomkit_only_scheduled(oomkit_call *call);
 
 /* --- user_state.c --- */
 /* Schedulers, scalers and the user's own objects, as they were at entry. */

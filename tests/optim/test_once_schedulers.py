@@ -620,3 +620,73 @@ def test_copies_made_inside_a_split_step_are_ordinary() -> None:
     sch.step()
     assert scheduler.last_epoch == epoch
     copy.deepcopy(copied), copy.deepcopy(sch)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("fails_at", [0, 2])
+@pytest.mark.parametrize("name", ["lambda", "multiplicative", "sequence"])
+def test_an_error_before_the_update_does_not_say_that_it_was_made(
+    name: str, fails_at: int, phase: str
+) -> None:
+    torch.manual_seed(SEED)
+    model = DoubleMLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler: Any = {
+        "lambda": lambda o: sched.LambdaLR(o, lambda n: 0.9**n),
+        "multiplicative": lambda o: sched.MultiplicativeLR(o, lambda n: 0.9),
+        "sequence": lambda o: sched.SequentialLR(o, [sched.StepLR(o, 1), sched.StepLR(o, 1)], [9]),
+    }[name](optimizer)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        scheduler.step()
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    for x, y in _data()[:fails_at]:
+        step(x, y)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = _data()[fails_at]
+    with (
+        inject_oom(nth=2, phase=phase),
+        pytest.raises(oomkit.PartialUpdate, match="stepped and before the update: the scheduler"),
+    ):
+        step(x, y)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert scheduler.last_epoch == fails_at + 1
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_warm_restarts_by_fractions_of_an_epoch(k: int) -> None:
+    def build(optimizer: Any) -> Any:
+        return sched.CosineAnnealingWarmRestarts(optimizer, 2)
+
+    def advance(scheduler: Any, loss: torch.Tensor, number: int) -> None:
+        scheduler.step(number / 4)
+
+    expected, found = _run(0, build, advance), _run(k, build, advance)
+    assert found[0] == expected[0]
+    assert _close(found[1], expected[1])
+    assert found[2].T_cur == expected[2].T_cur
+
+
+def test_what_is_returned_of_warm_restarts_is_what_the_scheduler_has() -> None:
+    found = []
+    for k in (1, 3):
+        torch.manual_seed(SEED)
+        model = DoubleMLP()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = sched.CosineAnnealingWarmRestarts(optimizer, 2)
+
+        @oomkit.auto_batch(accumulation_steps=k)
+        def step(x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+            optimizer.zero_grad()  # noqa: B023
+            F.mse_loss(model(x), y).backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+            scheduler.step((number + 1) / 4)  # noqa: B023
+            return scheduler.T_cur  # noqa: B023
+
+        found.append([step(x, y, number) for number, (x, y) in enumerate(_data())])
+    assert found[1] == found[0]
