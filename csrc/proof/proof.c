@@ -382,9 +382,10 @@ proof_larger(oomkit_proof *p, int64_t rows, int *result)
     return tried;
 }
 
-/* As proof_settle(), of the largest micro-batch if it can be cut. */
+/* As proof_settle(), of the largest micro-batch if it can be cut. `stands`: what was
+ * shown before does, where nothing fits that can be compared with gradients. */
 static int
-proof_best(oomkit_proof *p, int cut)
+proof_best(oomkit_proof *p, int cut, int stands)
 {
     int result = -1;
     int tried =
@@ -398,6 +399,10 @@ proof_best(oomkit_proof *p, int cut)
     }
     if (cut) {
         return proof_full(p);
+    }
+    if (stands) {
+        oomkit_proven_again(p->call);
+        return 1;
     }
     return proof_weak(p);
 }
@@ -434,7 +439,7 @@ proof_again(oomkit_proof *p, int cut)
     const int64_t start = p->start, length = p->length, first = p->first;
     PyObject *verdict;              /* owned */
     PyObject *equal, *text, *rules; /* borrowed from verdict */
-    int differs = 0;
+    int differs = 0, raised = 0;
 
     if (p->length < FEW && p->call->tries.ooms == 0) {
         p->start = 0;
@@ -450,8 +455,13 @@ proof_again(oomkit_proof *p, int cut)
     if (verdict == NULL) {
         return -1;
     }
-    if (verdict == Py_None) {
+    if (verdict == Py_None &&
+        (p->unfit || p->call->options->verify == OOMKIT_VERIFY_WARN)) {
         oomkit_proven_again(p->call);
+    } else if (verdict == Py_None) {
+        /* The step raised an error of its own: it needs a graph, or its parts met what
+         * other rows have left. */
+        raised = 1;
     } else {
         differs = PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
                   equal == Py_False;
@@ -460,10 +470,7 @@ proof_again(oomkit_proof *p, int cut)
     if (PyErr_Occurred()) {
         return -1;
     }
-    if (differs) {
-        return proof_best(p, cut);
-    }
-    return 1;
+    return differs || raised ? proof_best(p, cut, raised) : 1;
 }
 
 /* Two halves of the call's own micro-batches do not make their whole, as `text` (owned,
@@ -692,8 +699,9 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
 {
     int result = oomkit_proof_aside(p) < 0 || oomkit_proof_judge(p) < 0 ? -1
                  : pair                                                 ? proof_pair(p)
-                 : wanted == OOMKIT_PROOF_LOSSES ? proof_again(p, cut)
-                                                 : proof_telling(p, proof_best(p, cut));
+                 : wanted == OOMKIT_PROOF_LOSSES
+                     ? proof_again(p, cut)
+                     : proof_telling(p, proof_best(p, cut, 0));
 
     if (result < 0 && p->no_parts) {
         result = proof_no_parts(p);

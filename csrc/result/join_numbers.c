@@ -48,11 +48,11 @@ oomkit_join_floats(const oomkit_rules *r, const oomkit_place *where,
 {
     double sum = 0.0, value = 0.0;
     int equal = 1, zeros = 1;
-    int summed = where->is_loss && r->is_sum;
     const char *choice = NULL;
     double first = PyFloat_AsDouble(values[0]);
     int updated = is_updated(r, where, values), norm;
     int by_rows = updated < 0 ? -1 : oomkit_rules_by_rows(r, where);
+    int summed = where->is_loss && r->is_sum && !by_rows;
     Py_ssize_t i;
 
     if (by_rows < 0 || oomkit_rules_check_number(r, where) < 0) {

@@ -186,7 +186,8 @@ oomkit_rules_by_rows(const oomkit_rules *r, const oomkit_place *where)
 {
     long figure;
 
-    if (r->is_sum || (!r->found && (r->site == NULL || r->site->figures == NULL))) {
+    if ((r->is_sum && !where->is_loss) ||
+        (!r->found && (r->site == NULL || r->site->figures == NULL))) {
         return 0;
     }
     figure = rules_figure(r, where);

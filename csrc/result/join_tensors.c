@@ -151,8 +151,9 @@ static PyObject *
 join_float_scalars(const oomkit_rules *r, const oomkit_place *where,
                    PyObject *const *values)
 {
-    int summed = where->is_loss && r->is_sum;
-    int norm = oomkit_rules_may_be_norm(r, where);
+    int by_rows = oomkit_rules_by_rows(r, where);
+    int summed = where->is_loss && r->is_sum && !by_rows;
+    int norm = by_rows < 0 ? -1 : oomkit_rules_may_be_norm(r, where);
 
     norm = norm > 0 ? tensors_zero_but_last(r, where, values) : norm;
     if (norm < 0 ||

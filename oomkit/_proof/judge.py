@@ -577,6 +577,10 @@ class Proof:
     def _is_joined(self, place: str, one: Any, made: Run, limit: float) -> bool:
         parts = [each.get(place) for each in made.each]
         weights = None if made.is_sum else made.weights
+        if made.is_sum and place in _LOSS:  # it is added, unless it is a mean all the same
+            weights = [1.0] * len(parts)
+            if any(map(any, made.losses)):
+                self._numbers.is_no_sum(place, one, parts)
         noted = not self.noise and self._numbers.note(
             place, one, parts, weights, made.rows, limit, self._has_gradient
         )

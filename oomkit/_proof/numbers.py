@@ -80,6 +80,14 @@ class Numbers:
             return len({value, *numbers}) == 1  # one number, as that of a step: kept
         return of_rows and (not counts or not any(numbers[:-1]))
 
+    def is_no_sum(self, place: str, whole: Any, parts: Sequence[Any]) -> None:
+        """What stands in the place of a loss that is added, and is 0 where that loss is not."""
+        real = isinstance(whole, float) or (
+            isinstance(whole, torch.Tensor) and whole.is_floating_point()
+        )
+        if real and all(values.number(number) == 0.0 for number in (whole, *parts)):
+            self._shown[place] = self._shown.get(place, 0) | BY_ROWS
+
     def is_no_norm(self, place: str) -> None:
         """It is not 0 where gradients are."""
         self._shown.setdefault(place, _NO_NORM)

@@ -238,7 +238,12 @@ def mark(param: torch.Tensor) -> tuple[int, torch.Tensor | None]:
     """What tells that a parameter was written to: a write through .data has no version."""
     version = 0 if param.is_inference() else param._version
     mine = own(param)
-    if param.layout != torch.strided or torch.nn.parameter.is_lazy(param) or not mine.numel():
+    if (
+        param.layout != torch.strided
+        or param.is_meta
+        or torch.nn.parameter.is_lazy(param)
+        or not mine.numel()
+    ):
         return version, None
     plain = mine.detach()
     flat = plain.reshape(-1) if plain.is_contiguous() else plain.flatten()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -466,3 +467,24 @@ def test_a_large_program_is_noted_in_a_moment(of: str) -> None:
         values.put_back()
         took.append(time.process_time() - begin)
     assert min(took) < 0.25  # 0.6 s and more where each item is looked at
+
+
+KEEPS: dict[str, tuple[Callable[[int], Any], Store]] = {
+    "deque": (lambda n: collections.deque(range(n), maxlen=n), lambda kept: kept.append(0.5)),
+    "sorted list": (lambda n: [*map(float, range(n))], lambda kept: bisect.insort(kept, 0.5)),
+    "list that slides": (
+        lambda n: [*range(n)],
+        lambda kept: kept.__setitem__(slice(None), [*kept[1:], 0.5]),
+    ),
+    "dict": (lambda n: dict.fromkeys(range(n)), lambda kept: kept.setdefault(-len(kept))),
+    "counter": (lambda n: collections.Counter(range(n)), lambda kept: kept.update([3])),
+    "set": (lambda n: {*range(n)}, lambda kept: kept.add(-len(kept))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
+@pytest.mark.parametrize("items", [100, 3000, 40_000])
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_is_kept_once_per_batch_in_long_containers(name: str, items: int) -> None:
+    make, keep = KEEPS[name]
+    assert_no_trace(lambda: make(items), keep, lambda kept: kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import oomkit
+from oomkit.testing import inject_oom
 from proof.test_proof_data import _flipped, _world, _x
 
 pytestmark = pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
@@ -255,3 +257,115 @@ def test_a_hidden_update_by_hand_is_put_back_after_losses_were_compared(through_
         torch.testing.assert_close(step(x), twin.step(x), rtol=1e-9, atol=0)
     got, want = list(mine.model.parameters()), list(twin.model.parameters())
     torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
+
+
+class Memory(nn.Module):
+    """Attends to the rows of the call before, unless it is told to forget them."""
+
+    def __init__(self, in_list: bool) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(3, 6), nn.Linear(3, 12), nn.Linear(6, 3)
+        self.in_list, self.memory = in_list, None
+        self.memories: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = (self.memories or [None])[0] if self.in_list else self.memory
+        both = x if before is None else torch.cat([before, x], 1)
+        if self.in_list:
+            self.memories = [x.detach()]
+        else:
+            self.memory = x.detach()
+        k, v = self.kv(both).chunk(2, -1)
+        return self.out(F.scaled_dot_product_attention(self.q(x), k, v))
+
+    def forget(self) -> None:
+        self.memory, self.memories = None, []
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+@pytest.mark.parametrize("verify", [None, True])
+@pytest.mark.parametrize("fails_at", [0, 3])
+def test_rows_that_see_those_of_another_micro_batch_are_refused(
+    fails_at: int, verify: bool | None, in_list: bool
+) -> None:
+    """A proof of a call that forgot them says nothing of one that does not, whose parts raise."""
+    torch.manual_seed(1)
+    model = Memory(in_list).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {} if verify is None else {"verify": verify}
+
+    @oomkit.auto_batch(**options)
+    def step(x: torch.Tensor, y: torch.Tensor, starts: bool) -> None:
+        if starts:
+            model.forget()
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    for i in range(fails_at + 1):
+        x, y = torch.randn(2, 8, 4, 3, dtype=torch.float64)
+        with inject_oom(nth=9, phase="forward") if i == fails_at else nullcontext():
+            step(x, y, True)
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = torch.randn(2, 8, 4, 3, dtype=torch.float64)
+    with pytest.raises(oomkit.SplitError):
+        step(x, y, False)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_model_on_the_meta_device_is_no_reason_to_fail() -> None:
+    """Of an ensemble: its values are elsewhere, and only its forward is used."""
+    torch.manual_seed(1)
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    base = nn.Linear(3, 2).to("meta")
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        out = torch.func.vmap(
+            lambda p, b, rows: torch.func.functional_call(base, (p, b), (rows,)), (0, 0, None)
+        )(parameters, buffers, x)
+        out.square().mean().backward()
+        optimizer.step()
+
+    for fails in (False, True):
+        before = parameters["weight"].detach().clone()
+        with inject_oom(nth=1, phase="backward") if fails else nullcontext():
+            step(torch.randn(8, 3))
+        assert step.records[-1].accumulation_steps == 1 + fails
+        assert not torch.equal(before, parameters["weight"])
+
+
+@pytest.mark.parametrize("kind", ["penalty", "retained"])
+def test_a_step_that_needs_its_graph_goes_on_in_micro_batches_of_one_row(kind: str) -> None:
+    """It was proven, and cannot be verified where gradients are off."""
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor) -> None:
+            x = x.detach().requires_grad_()
+            out = model(x)  # noqa: B023
+            if kind == "penalty":
+                (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+                loss = out.mean() + (slope.norm(dim=1) - 1).square().mean()
+            else:
+                out.retain_grad()
+                loss = out.square().mean()
+            optimizer.zero_grad()  # noqa: B023
+            loss.backward()
+            optimizer.step()  # noqa: B023
+
+        for call in range(4):
+            x = torch.randn(8, 3, dtype=torch.float64)
+            times = (1, 5)[call] if fails and call < 2 else 0
+            with inject_oom(times=times, phase="backward") if times else nullcontext():
+                step(x)
+        assert step.records[1].accumulation_steps == (8 if fails else 1)
+        found.append([*model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)

@@ -250,3 +250,82 @@ def test_a_part_of_the_loss_in_single_precision_of_a_program_in_double(reduced: 
 
     for _ in range(3):
         step(torch.randn(384, 32, dtype=torch.float64))
+
+
+BESIDE_A_SUM: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
+    "mean": lambda loss, right, rows: loss.item() / rows,
+    "mean as a tensor": lambda loss, right, rows: loss / rows,
+    "mean of numpy": lambda loss, right, rows: numpy.float64(loss.item() / rows),
+    "mean by its name": lambda loss, right, rows: {"loss": loss.item() / rows},
+    "mean and accuracy": lambda loss, right, rows: (loss / rows, right.mean().item()),
+    "accuracy": lambda loss, right, rows: right.mean().item(),
+    "rate": lambda loss, right, rows: 0.1,
+    "the sum": lambda loss, right, rows: loss.item(),
+    "the sum as a tensor": lambda loss, right, rows: loss,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}], ids=["", "told"])
+@pytest.mark.parametrize("name", BESIDE_A_SUM)
+def test_what_stands_for_a_loss_that_is_added_may_be_a_mean(
+    name: str, options: dict[str, Any]
+) -> None:
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(SEED)
+        model = nn.Linear(3, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        @oomkit.auto_batch(**options)
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            optimizer.zero_grad()  # noqa: B023
+            scores = model(x)  # noqa: B023
+            loss = F.cross_entropy(scores, y, reduction="sum")
+            loss.backward()
+            optimizer.step()  # noqa: B023
+            right = (scores.argmax(1) == y).double()
+            return BESIDE_A_SUM[name](loss.detach(), right, len(x))
+
+        g = torch.Generator().manual_seed(SEED)
+        results = []
+        for i in range(4):
+            x = torch.randn(ROWS, 3, generator=g, dtype=torch.float64)
+            y = torch.randint(0, 4, (ROWS,), generator=g)
+            with inject_oom(nth=3, phase="backward") if fails and i == 1 else nullcontext():
+                results.append(step(x, y))
+        assert step.records[-1].accumulation_steps == 1 + fails
+        found.append(results)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [13, 8])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("made", [float, torch.Tensor.detach])
+def test_a_mean_that_was_0_where_it_was_proven_is_not_added(
+    made: Callable[[torch.Tensor], Any], seed: int, rows: int
+) -> None:
+    """In the place of a loss that is added, which was not 0."""
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(1)
+        model = nn.Linear(3, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            optimizer.zero_grad()  # noqa: B023
+            F.cross_entropy(model(x), y, reduction="sum").backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+            return made(((x[:, 1] > 0.3) & (x[:, 0] > x[:, 1])).double().mean())
+
+        g = torch.Generator().manual_seed(seed)
+        results = []
+        for call in range(3):
+            x = torch.randn(rows, 3, generator=g, dtype=torch.float64)
+            if call == 1:  # the first rows, which a proof has, have none
+                x[: rows // 2, 1] = 0.0
+            y = torch.randint(0, 4, (rows,), generator=g)
+            with inject_oom(times=2, phase="backward") if fails and call == 1 else nullcontext():
+                results.append(float(step(x, y)))
+        found.append(results)
+    assert found[1] == pytest.approx(found[0], rel=1e-12)

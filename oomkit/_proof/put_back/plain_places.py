@@ -183,6 +183,8 @@ class Items:
         now, values = self._pairs(), self._values.given()
         keys, others = [k for k, _ in now], [v for _, v in now]
         if _same(keys, self._keys):  # the common case asks no key for its hash
+            if _same(values, others):
+                return
             for key, old, new in zip(keys, values, others, strict=True):
                 if old is not new and old is not _GONE and not _is_ours(new):
                     self._base.__setitem__(self._owner, key, old)

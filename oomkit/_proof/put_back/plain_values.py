@@ -24,7 +24,7 @@ __all__ = ["PlainValues", "Step"]
 
 Step = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
-_LONG = 1024  # items of a container that is not looked at
+_LONG = 1 << 16  # items of a container that is not looked at
 _SMALL = 1 << 20  # bytes of an array that is
 _ALL_ARRAYS = 1 << 25  # bytes of all of them
 _ALL_ITEMS = 1 << 19  # of all containers
