@@ -53,7 +53,8 @@ MUTANTS = [
         "csrc/hook/install.c",
         "if (now == entry->interceptor) {",
         "if (0) {",
-        ("optim/test_once_updates.py::test_a_scheduler_saved_in_the_step_is_the_plain_one",),
+        ("optim/test_once_updates.py::"
+         "test_what_a_scheduler_put_around_the_optimizers_step_is_there_again[1]",),
     ),
     Mutant(
         "wrapper-of-a-scheduler-lost",
@@ -306,5 +307,22 @@ MUTANTS = [
         "    if (!call->options->optimizer_copy) {",
         "    exception = NULL;\n    if (!call->options->optimizer_copy) {",
         ("bridge/test_without_bridge.py::test_an_error_of_the_update_is_the_one_that_is_raised",),
+    ),
+    Mutant(
+        "scheduler-counts-as-update",
+        "an error before the update does not say that it was made, where a scheduler moved",
+        "csrc/engine/recover.c",
+        "if (committed && recover_scheduled(call)) {",
+        "if (0) {",
+        ("optim/test_once_schedulers.py::"
+         "test_an_error_before_the_update_does_not_say_that_it_was_made[lambda-0-forward]",),
+    ),
+    Mutant(
+        "fractions-of-an-epoch-unseen",
+        "warm restarts by fractions of an epoch are a scheduler's",
+        "csrc/optim/hyperparams.c",
+        'PyUnicode_FromString("T_cur")',
+        'PyUnicode_FromString("T_cure")',
+        ("optim/test_once_schedulers.py::test_warm_restarts_by_fractions_of_an_epoch[2]",),
     ),
 ]  # fmt: skip

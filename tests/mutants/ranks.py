@@ -440,4 +440,15 @@ MUTANTS = [
             "test_nobody_waits_for_a_step_with_a_collective_that_cannot_begin_again[before-method]",
         ),
     ),
+    Mutant(
+        "ends-under-a-collective",
+        "a program that ends right after a collective leaves its threads time to free it",
+        "oomkit/_ranks/world.py",
+        "        time.sleep(_LEAVE)\n",
+        "        pass\n",
+        (
+            "ranks/test_world.py"
+            "::test_a_program_that_ends_at_once_after_a_collective_does_not_abort",
+        ),
+    ),
 ]

@@ -559,4 +559,26 @@ MUTANTS = [
             "::test_coupled_rows_are_found_where_gradients_overflow[1000000000000.0]",
         ),
     ),
+    Mutant(
+        "sum-for-a-mean",
+        "a mean that is returned in the place of a loss that is added is not added",
+        "csrc/result/join_rules.c",
+        "if ((r->is_sum && !where->is_loss) ||",
+        "if (r->is_sum ||",
+        (
+            "proof/test_proof_numbers.py"
+            "::test_what_stands_for_a_loss_that_is_added_may_be_a_mean[mean-]",
+        ),
+    ),
+    Mutant(
+        "later-error-counts-as-proof",
+        "a part that raises when a later call is verified leads to a proof",
+        "csrc/proof/proof.c",
+        "        raised = 1;\n",
+        "        oomkit_proven_again(p->call);\n",
+        (
+            "proof/test_proof_again.py"
+            "::test_rows_that_see_those_of_another_micro_batch_are_refused[3-None-False]",
+        ),
+    ),
 ]

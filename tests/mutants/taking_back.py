@@ -35,8 +35,8 @@ MUTANTS = [
         "csrc/members/search.c",
         "(parts->optimizer_led && oomkit_participants_add_modules(st, parts) < 0)",
         "0",
-        ("members/test_far.py::"
-         "test_the_model_of_a_known_optimizer_takes_part_whatever_leads_to_it",),
+        ("members/test_unseen_code.py::"
+         "test_it_goes_back_with_the_buffers[InOwnSet-optimizer-0]",),
     ),
     Mutant(
         "running-modules-unseen",
@@ -54,7 +54,7 @@ MUTANTS = [
         "if (forwards_join(call) < 0) {",
         "if (0) {",
         ("members/test_forwards.py::"
-         "test_one_that_has_run_takes_part_from_the_next_call_on",),
+         "test_one_that_begins_to_run_in_a_call_that_fails_is_refused[True]",),
     ),
     Mutant(
         "new-buffers-rest",
@@ -417,5 +417,14 @@ MUTANTS = [
         "for base in (set, frozenset, deque):",
         "for base in ():",
         ("plain/test_plain_places.py::test_objects_in_a_container_that_is_looped_over",),
+    ),
+    Mutant(
+        "long-containers-stay",
+        "what runs of a proof add to containers of some thousand items goes back",
+        "oomkit/_proof/put_back/plain_values.py",
+        "_LONG = 1 << 16",
+        "_LONG = 1 << 10",
+        ("plain/test_what_proofs_put_back.py::"
+         "test_what_is_kept_once_per_batch_in_long_containers[deque-3000]",),
     ),
 ]  # fmt: skip
