@@ -209,7 +209,8 @@ oomkit_attempt_join(oomkit_call *call)
                   .evaluation = call->tries.joining && !oomkit_call_is_verified(call),
                   .parked = call->training && !oomkit_loss_is_returned(call),
                   .one_loss = oomkit_loss_is_eager(call),
-                  .rows_sure = oomkit_batch_rows_sure(&call->batch)});
+                  .rows_sure = oomkit_batch_rows_sure(&call->batch),
+                  .proving = call->proof != NULL});
     if (oomkit_join_wants_sources(join) && call->options->join == NULL) {
         PyObject *sources = join_sources(call); /* owned, then by join */
         oomkit_join_sources(join, sources);

@@ -465,6 +465,11 @@ proof_again(oomkit_proof *p, int cut)
     } else {
         differs = PyArg_ParseTuple(verdict, "OUO", &equal, &text, &rules) &&
                   equal == Py_False;
+        if (!differs && !p->moved) {
+            OWNED PyObject *others =
+                PyObject_GetAttrString(p->judge, "has_other_figures");
+            differs = others == Py_True;
+        }
     }
     Py_DECREF(verdict);
     if (PyErr_Occurred()) {

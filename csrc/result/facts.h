@@ -48,7 +48,9 @@ enum {
     OOMKIT_FIGURE_HOW = 3,     /* the bits of these */
     OOMKIT_FIGURE_BY_ROWS = 4, /* their mean weighs rows, whatever the loss weighs */
     OOMKIT_FIGURE_BY_LOSS = 8, /* their mean weighs what the loss weighs */
-    OOMKIT_FIGURE_MET = 16     /* alone: there was one, which showed nothing else */
+    OOMKIT_FIGURE_MET = 16,    /* alone: there was one, which showed nothing else */
+    OOMKIT_FIGURE_NO_LOSS =
+        32 /* 0 in the place of losses that are added and were not */
 };
 
 /* Zeroed at start, freed by clear. */
@@ -114,9 +116,10 @@ typedef struct oomkit_join {
                           before joining when `required`, or NULL */
     int required;      /* some tensor in the results required grad */
     struct oomkit_result_site *site; /* borrowed from the step, or NULL */
-    int evaluation;     /* nothing needs a gradient: what is returned is all there is */
-    int rows_sure;      /* whole calls of the site knew the number of rows as well */
-    int one_loss;       /* the loss is one number, of whatever shape */
+    int evaluation; /* nothing needs a gradient: what is returned is all there is */
+    int rows_sure;  /* whole calls of the site knew the number of rows as well */
+    int one_loss;   /* the loss is one number, of whatever shape */
+    int proving;    /* by a proof: what is chosen is not said, it may be chosen anew */
     Py_ssize_t loss_at; /* of it in a tuple or list, before its graph was dropped */
     int parked; /* gradients were parked between the micro-batches: a scalar that is 0
                    in all but the last (the norm that clip_grad_norm_ returns) is its

@@ -377,6 +377,7 @@ oomkit_join_finish(oomkit_state *st, const oomkit_options *options, oomkit_join 
                       .parked = join->parked,
                       .updated = join->updated,
                       .one_loss = join->one_loss,
+                      .proving = join->proving,
                       .loss_at = join->loss_at,
                       .whole_loss = &loss};
     oomkit_place where = {.is_loss = 1};

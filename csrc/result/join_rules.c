@@ -4,6 +4,11 @@
 
 #include <string.h>
 
+#define MEANS_ALONE                                                                    \
+    "correct for a mean over rows, wrong for a sum, a maximum or a perplexity; "       \
+    "return "                                                                          \
+    "a value for each row, or pass join=..."
+
 /* --- places --- */
 
 oomkit_place
@@ -76,7 +81,7 @@ place_log(const oomkit_rules *r, const oomkit_place *where, const char *level,
 {
     OWNED PyObject *place = NULL, *text = NULL;
 
-    if (r->site == NULL || r->options->label == NULL) {
+    if (r->site == NULL || r->proving || r->options->label == NULL) {
         return 0;
     }
     place = oomkit_place_text(where->in_list ? where->outer : where);
@@ -152,24 +157,40 @@ rules_figure(const oomkit_rules *r, const oomkit_place *where)
     return PyErr_Occurred() ? -2 : figure;
 }
 
+/* Why nobody knows that the numbers of this place make a mean: static text, or NULL
+ * (with an exception on failure: check). */
+static const char *
+mean_is_unknown(const oomkit_rules *r, const oomkit_place *where)
+{
+    long figure;
+
+    if (r->evaluation || r->site == NULL || r->site->figures == NULL) {
+        return NULL;
+    }
+    figure = rules_figure(r, where);
+    if (figure < 0) {
+        return figure == -2 || where->is_loss
+                   ? NULL
+                   : "averaged, which no proof has shown: it was not among the results "
+                     "of calls that were proven; " MEANS_ALONE;
+    }
+    if ((figure & OOMKIT_FIGURE_HOW) == OOMKIT_FIGURE_OF_ROWS ||
+        (figure & (OOMKIT_FIGURE_BY_ROWS | OOMKIT_FIGURE_BY_LOSS)) != 0 ||
+        (where->is_loss && (figure & OOMKIT_FIGURE_NO_LOSS) == 0)) {
+        return NULL;
+    }
+    return "averaged, which no proof has shown: it was 0, or one number for all rows, "
+           "in "
+           "calls that were proven; " MEANS_ALONE;
+}
+
 int
 oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summed)
 {
-    if (!summed && !where->is_loss && !r->evaluation && r->site != NULL &&
-        r->site->figures != NULL) {
-        const long figure = rules_figure(r, where);
+    const char *unknown = summed ? NULL : mean_is_unknown(r, where);
 
-        if (figure < 0) {
-            return figure == -2
-                       ? -1
-                       : oomkit_place_warn(
-                             r, where,
-                             "averaged, which no proof has shown: it was not "
-                             "among the results of calls that were proven; "
-                             "correct for a mean over rows, wrong for a sum, a "
-                             "maximum or a perplexity; return a value for each "
-                             "row, or pass join=...");
-        }
+    if (unknown != NULL || PyErr_Occurred()) {
+        return unknown == NULL ? -1 : oomkit_place_warn(r, where, unknown);
     }
     if (summed || where->is_loss || !r->evaluation) {
         return oomkit_place_say(r, where, summed ? "added" : "averaged");
@@ -191,10 +212,15 @@ oomkit_rules_by_rows(const oomkit_rules *r, const oomkit_place *where)
         return 0;
     }
     figure = rules_figure(r, where);
-    if (figure < 0 || (figure & (OOMKIT_FIGURE_BY_ROWS | OOMKIT_FIGURE_BY_LOSS)) == 0) {
-        return figure == -2 ? -1 : r->found && !where->is_loss;
+    if (figure == -2) {
+        return -1;
     }
-    return (figure & OOMKIT_FIGURE_BY_ROWS) != 0;
+    if (figure >= 0 &&
+        (figure & (OOMKIT_FIGURE_BY_ROWS | OOMKIT_FIGURE_BY_LOSS)) != 0) {
+        return (figure & OOMKIT_FIGURE_BY_ROWS) != 0;
+    }
+    return (figure >= 0 && r->is_sum && (figure & OOMKIT_FIGURE_NO_LOSS) != 0) ||
+           (r->found && !where->is_loss);
 }
 
 double

@@ -38,6 +38,7 @@ typedef struct oomkit_rules {
     int parked;           /* likewise */
     oomkit_memo *updated; /* borrowed likewise */
     int one_loss;         /* likewise */
+    int proving;          /* likewise */
     int is_sum;           /* so are the weights: micro-batches' losses are added */
     int found;            /* as in oomkit_join */
     const double *group_weights; /* borrowed from the join; NULL unless the result is a

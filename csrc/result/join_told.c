@@ -51,6 +51,7 @@ oomkit_join_is_of(oomkit_join *join, oomkit_join_of of)
     join->evaluation = of.evaluation;
     join->parked = of.parked;
     join->one_loss = of.one_loss;
+    join->proving = of.proving;
     join->rows_sure = of.rows_sure;
 }
 

@@ -46,7 +46,7 @@ void
 oomkit_join_grouped(oomkit_join *join, const double *weights, Py_ssize_t groups);
 /* What the call was, see oomkit_join. */
 typedef struct oomkit_join_of {
-    int evaluation, parked, one_loss, rows_sure;
+    int evaluation, parked, one_loss, rows_sure, proving;
 } oomkit_join_of;
 void
 oomkit_join_is_of(oomkit_join *join, oomkit_join_of of);

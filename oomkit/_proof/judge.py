@@ -580,11 +580,26 @@ class Proof:
         if made.is_sum and place in _LOSS:  # it is added, unless it is a mean all the same
             weights = [1.0] * len(parts)
             if any(map(any, made.losses)):
-                self._numbers.is_no_sum(place, one, parts)
+                self._numbers.is_no_loss(place, one, parts)
         noted = not self.noise and self._numbers.note(
             place, one, parts, weights, made.rows, limit, self._has_gradient
         )
         return noted and (place not in _LOSS or not made.is_sum or self._has_gradient())
+
+    @property
+    def has_other_figures(self) -> bool:
+        """Whether a number of the joined parts is not the whole's, where only losses were
+        compared; what the others show is noted."""
+        whole, made, found = self._runs["whole"], self._runs["parts"], False
+        for place, one in whole.results.items():
+            two, parts = made.results.get(place), [each.get(place) for each in made.each]
+            numbers = {values.number(each) for each in (one, *parts)}
+            if two is None or None in numbers or len(numbers) == 1:
+                continue  # one of gradients, say, to which nothing was added
+            limit = self._result_limit(one)
+            joined = self._is_joined(place, one, made, limit)
+            found |= not joined and values.gap(one, two) > limit
+        return found
 
     def all_figures(self, known: dict[str, int]) -> dict[str, int]:
         """How numbers in results are joined: what the site knows, and what was shown here."""

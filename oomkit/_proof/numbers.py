@@ -13,7 +13,7 @@ from . import values
 __all__ = ["BY_LOSS", "BY_ROWS", "Numbers"]
 
 _LAST, _NO_NORM, _OF_ROWS = range(3)  # OOMKIT_FIGURE_*
-BY_ROWS, BY_LOSS, _MET = 4, 8, 16
+BY_ROWS, BY_LOSS, _MET, _NO_LOSS = 4, 8, 16, 32
 _BY_EITHER = BY_ROWS | BY_LOSS
 
 
@@ -24,6 +24,7 @@ class Numbers:
         self._shown: dict[str, int] = {}
         self._decided: set[str] = set()  # those that this proof alone decides
         self._met: set[str] = set()  # all of them
+        self._no_loss: set[str] = set()  # 0 in the place of losses that are added and were not
 
     def note(
         self,
@@ -80,13 +81,13 @@ class Numbers:
             return len({value, *numbers}) == 1  # one number, as that of a step: kept
         return of_rows and (not counts or not any(numbers[:-1]))
 
-    def is_no_sum(self, place: str, whole: Any, parts: Sequence[Any]) -> None:
+    def is_no_loss(self, place: str, whole: Any, parts: Sequence[Any]) -> None:
         """What stands in the place of a loss that is added, and is 0 where that loss is not."""
         real = isinstance(whole, float) or (
             isinstance(whole, torch.Tensor) and whole.is_floating_point()
         )
         if real and all(values.number(number) == 0.0 for number in (whole, *parts)):
-            self._shown[place] = self._shown.get(place, 0) | BY_ROWS
+            self._no_loss.add(place)
 
     def is_no_norm(self, place: str) -> None:
         """It is not 0 where gradients are."""
@@ -108,7 +109,10 @@ class Numbers:
                     "some calls and is weighted like the loss in others. Pass join= to "
                     f"auto_batch{_C.see('split-not-exact')}"
                 )
-            every[place] = max(shown & 3, was & 3) | how
+            every[place] = max(shown & 3, was & 3) | (how or known.get(place, 0) & _NO_LOSS)
         for place in self._met:
             every.setdefault(place, _MET)
+        for place in self._no_loss:
+            if not every[place] & _BY_EITHER:  # until a later proof shows how
+                every[place] |= _NO_LOSS
         return every

@@ -198,12 +198,14 @@ def test_an_accuracy_in_single_precision_of_a_program_in_double(rows: int) -> No
             assert step(x, y)["accuracy"] == pytest.approx(right, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["largest", "total", "another mean"])
 def test_a_number_that_comes_later_is_averaged_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
+    kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logged in each second call: no proof has seen it."""
+    """Until a proof has seen it: the split is verified in the calls 0, 1 and 3."""
     torch.manual_seed(SEED)
     model, number = nn.Linear(3, 2).double(), 0
+    reduce = {"largest": torch.max, "total": torch.sum, "another mean": torch.mean}[kind]
 
     @oomkit.auto_batch
     def step(x: torch.Tensor) -> dict[str, float]:
@@ -212,13 +214,15 @@ def test_a_number_that_comes_later_is_averaged_with_a_warning(
         loss = out.square().mean()
         loss.backward()
         found = {"loss": loss.item(), "rate": 0.1, "mean": out.mean().item()}
-        return {**found, "largest": out.max().item()} if number % 2 else found
+        return found if number < 2 else {**found, "later": reduce(out.exp()).item()}
 
-    for number in range(6):  # noqa: B007
+    for number in range(5):  # noqa: B007
+        refused = number == 3 and kind != "another mean"
         with inject_oom(nth=2, phase="backward") if number == 0 else nullcontext():
-            step(torch.randn(ROWS, 3, dtype=torch.float64))
+            with pytest.raises(oomkit.SplitError, match="'later'") if refused else nullcontext():
+                step(torch.randn(ROWS, 3, dtype=torch.float64))
     told = [m for m in caplog.messages if "which no proof has shown" in m]
-    assert len(told) == 1 and "result['largest'] averaged" in told[0]
+    assert len(told) == 1 and "result['later'] averaged" in told[0]
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -329,3 +333,44 @@ def test_a_mean_that_was_0_where_it_was_proven_is_not_added(
                 results.append(float(step(x, y)))
         found.append(results)
     assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_number_that_was_0_when_proven_is_settled_by_the_next_proof(
+    beside: bool, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Averaged with a warning until then, also in the place of a loss that is added.
+
+    What is beside the loss is no sum: that proof refuses it.
+    """
+    torch.manual_seed(SEED)
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        right = (x[:, 0] > 0).double()
+        figure = float(right.sum() if kind == "sum" else right.mean())
+        return {"loss": 0.0, "figure": figure} if beside else figure
+
+    figures = []
+    for call, positive in enumerate(((), (), (-1, -2), (0, 1), (-1, -2))):  # proven at 0, 1 and 3
+        x = -torch.rand(ROWS, 3, dtype=torch.float64)
+        x[list(positive)] *= -1
+        with inject_oom(nth=1, phase="backward") if call == 0 else nullcontext():
+            if beside and kind == "sum" and call == 3:
+                with pytest.raises(oomkit.SplitError, match=r"'figure'\] of the joined parts"):
+                    step(x)
+                break
+            result = step(x)
+        figures.append(result["figure"] if beside else result)
+    told = [m for m in caplog.messages if "which no proof has shown: it was 0" in m]
+    assert len(told) == 1 and "averaged" in told[0]
+    mean = 2 / ROWS
+    assert figures[3:] == [mean if kind == "mean" else 2.0] * (len(figures) - 3)
+    assert figures[:3] == [0.0, 0.0, mean if kind == "mean" else 1.0]
