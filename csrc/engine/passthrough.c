@@ -3,6 +3,7 @@
 #include "engine.h"
 #include "../call/step.h"
 #include "../optim/optim.h"
+#include "../sizes/sizes.h"
 #include "../batch/batch.h"
 #include "../undo/gradients.h"
 #include "../undo/undo.h"
@@ -256,6 +257,10 @@ oomkit_recover_pass(oomkit_call *call, PyObject *exception)
     exception = oomkit_exception_take();
     if (pass_note(call, exception, parked) < 0) {
         oomkit_error_unraised(call->given.func);
+    }
+    if (call->split && call->shape.known && !interrupted &&
+        !oomkit_ranks_agreed(call)) {
+        oomkit_signature_doubt(call);
     }
     oomkit_exception_give(exception);
     return -1;

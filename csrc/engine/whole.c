@@ -117,6 +117,11 @@ engine_plan(oomkit_call *call)
     call->batch.provable = oomkit_proof_possible(call);
     found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
                               &call->batch);
+    if (found < 0 && !asked && !oomkit_ranks_agreed(call) &&
+        PyErr_ExceptionMatches(call->st->SplitError)) {
+        PyErr_Clear(); /* it need not be split this time: said again if it must */
+        return 0;
+    }
     if (found > 0 && !asked) {
         /* Not split for what other calls have met: this one may do with what it has. */
         int inside = oomkit_refusal_transform(call->st);

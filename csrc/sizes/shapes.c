@@ -363,6 +363,16 @@ oomkit_signature_forget(oomkit_call *call)
     }
 }
 
+void
+oomkit_signature_doubt(oomkit_call *call)
+{
+    const oomkit_signature *entry = oomkit_signature_get(call, 0);
+
+    if (entry != NULL && entry->known.k <= 1) {
+        oomkit_signature_forget(call);
+    }
+}
+
 /* Copies of gradients at entry are an insurance: taken when asked for, while the call
  * is split, while this shape is unproven, and when its last peak came near the budget.
  */

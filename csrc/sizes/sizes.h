@@ -80,6 +80,9 @@ void
 oomkit_signature_failed(oomkit_call *call, int64_t micro_batch);
 void
 oomkit_signature_forget(oomkit_call *call);
+/* The same after an error of the step's own in a split call, if none has worked yet. */
+void
+oomkit_signature_doubt(oomkit_call *call);
 /* What predictions depend on besides peaks: gradients, the room on the device. Asks the
  * driver: for failures and first calls. Never fails. */
 void

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -316,3 +317,59 @@ def test_the_first_rows_of_an_evaluation_are_run_again() -> None:
         run.most = 2
         assert torch.equal(evaluate(rows(6)), rows(6) * 2)
     assert run.last()[-3:] == [2, 2, 2]
+
+
+def test_after_an_error_in_the_first_split_a_call_begins_whole() -> None:
+    """Memory may be there again; a size that has worked is not doubted."""
+    run, seen = Run(4), Seen()
+    is_read = True
+
+    def clamp(x: torch.Tensor) -> float:
+        run.optimizer.zero_grad()
+        seen.append(len(x))
+        loss = run.loss(x)
+        loss.backward()
+        if is_read:
+            run.model[0].weight.grad.data.clamp_(-1, 1)
+        run.optimizer.step()
+        return loss.item()
+
+    step = oomkit.auto_batch(clamp, participants=(run.model, run.optimizer))
+    before = run.state()
+    with pytest.raises(AttributeError):
+        step(rows(8))
+    assert same(run.state(), before)
+    run.most = 8
+    step(rows(8))
+    assert seen[-1] == 8
+    run.most, is_read = 4, False
+    step(rows(8))
+    assert seen[-2:] == [4, 4] and step.records[-1].ooms == 1
+    run.most, is_read = 8, True
+    for _ in range(2):
+        with pytest.raises(AttributeError):
+            step(rows(8))
+        assert seen[-1] == 4
+
+
+def test_arguments_that_could_not_be_split_are_passed_whole_where_they_fit() -> None:
+    """Boxes of all images in one tensor, as many as there are."""
+    run, seen = Run(8), Seen()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, boxes: torch.Tensor, count: torch.Tensor) -> None:
+        run.optimizer.zero_grad()
+        seen.append(len(x))
+        if len(x) > run.most:
+            raise torch.OutOfMemoryError(LIMIT)
+        out = run.model(x).repeat_interleave(count, 0)
+        (out[:, 0] - boxes).square().mean().backward()
+        run.optimizer.step()
+
+    for call, most in enumerate((8, 8, 4, 8, 8, 4, 8)):
+        run.most, before = most, run.state()[0]
+        count = 1 + (torch.arange(8) + call) % 3
+        refused = pytest.raises(oomkit.SplitError) if most < 8 else nullcontext()
+        with refused:
+            step(rows(8), torch.randn(int(count.sum())), count)
+        assert seen[-1] == 8 and same(run.state()[0], before) == (most < 8)
