@@ -219,4 +219,26 @@ MUTANTS = [
             "test_a_frame_without_memory_for_its_object_is_not_the_outermost",
         ),
     ),
+    Mutant(
+        "first-split-not-doubted",
+        "after an error in a step's first split its next call begins whole",
+        "csrc/sizes/shapes.c",
+        "if (entry != NULL && entry->known.k <= 1) {",
+        "if (0) {",
+        (
+            "engine/test_split_errors.py"
+            "::test_after_an_error_in_the_first_split_a_call_begins_whole",
+        ),
+    ),
+    Mutant(
+        "unsplittable-not-tried-whole",
+        "arguments that cannot be split are passed whole where the call fits",
+        "csrc/engine/whole.c",
+        "        PyErr_Clear(); /* it need not be split this time: said again if it must */\n",
+        "        return -1;\n",
+        (
+            "engine/test_split_errors.py"
+            "::test_arguments_that_could_not_be_split_are_passed_whole_where_they_fit",
+        ),
+    ),
 ]

@@ -581,4 +581,37 @@ MUTANTS = [
             "::test_rows_that_see_those_of_another_micro_batch_are_refused[3-None-False]",
         ),
     ),
+    Mutant(
+        "unshown-mean-unsaid",
+        "a number that was 0 where it was proven is averaged with a warning",
+        "csrc/result/join_rules.c",
+        "unknown = summed ? NULL : mean_is_unknown(r, where);",
+        "unknown = NULL;",
+        (
+            "proof/test_proof_numbers.py"
+            "::test_a_number_that_was_0_when_proven_is_settled_by_the_next_proof[False-mean]",
+        ),
+    ),
+    Mutant(
+        "later-numbers-not-compared",
+        "numbers among the results of later calls are compared",
+        "csrc/proof/proof.c",
+        "            differs = others == Py_True;\n",
+        "            differs = 0;\n",
+        (
+            "proof/test_proof_numbers.py"
+            "::test_a_number_that_comes_later_is_averaged_with_a_warning[total]",
+        ),
+    ),
+    Mutant(
+        "zero-beside-a-sum-is-added",
+        "a number that was 0 in the place of a loss that is added is no loss",
+        "oomkit/_proof/numbers.py",
+        "            self._no_loss.add(place)\n",
+        "            pass\n",
+        (
+            "proof/test_proof_numbers.py"
+            "::test_a_number_that_was_0_when_proven_is_settled_by_the_next_proof[False-mean]",
+        ),
+    ),
 ]
