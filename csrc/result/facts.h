@@ -49,8 +49,7 @@ enum {
     OOMKIT_FIGURE_BY_ROWS = 4, /* their mean weighs rows, whatever the loss weighs */
     OOMKIT_FIGURE_BY_LOSS = 8, /* their mean weighs what the loss weighs */
     OOMKIT_FIGURE_MET = 16,    /* alone: there was one, which showed nothing else */
-    OOMKIT_FIGURE_NO_LOSS =
-        32 /* 0 in the place of losses that are added and were not */
+    OOMKIT_FIGURE_NO_LOSS = 32 /* 0 in the place of a loss that is added, and was not */
 };
 
 /* Zeroed at start, freed by clear. */

@@ -6,8 +6,7 @@
 
 #define MEANS_ALONE                                                                    \
     "correct for a mean over rows, wrong for a sum, a maximum or a perplexity; "       \
-    "return "                                                                          \
-    "a value for each row, or pass join=..."
+    "return a value for each row, or pass join=..."
 
 /* --- places --- */
 
@@ -180,8 +179,7 @@ mean_is_unknown(const oomkit_rules *r, const oomkit_place *where)
         return NULL;
     }
     return "averaged, which no proof has shown: it was 0, or one number for all rows, "
-           "in "
-           "calls that were proven; " MEANS_ALONE;
+           "in calls that were proven; " MEANS_ALONE;
 }
 
 int
