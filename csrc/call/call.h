@@ -4,12 +4,6 @@
 
 #include "call_types.h"
 
-/* train(), eval() and requires_grad as at entry of the call. */
-typedef struct oomkit_flags {
-    PyObject *training;     /* owned: dict as call->entry.flags, or NULL */
-    uint8_t *requires_grad; /* of each parameter, or NULL */
-} oomkit_flags;
-
 /* Will a split of this call be refused unless it was proven by its gradients? (Of
  * slices that a test forces it is the test that compares.) */
 static inline int

@@ -285,6 +285,19 @@ typedef struct oomkit_stale {
     PyObject *where;      /* owned: the line of the first update */
 } oomkit_stale;
 
+/* train(), eval() and requires_grad at one moment. */
+typedef struct oomkit_flags {
+    PyObject *training;     /* owned: dict as call->entry.flags, or NULL */
+    uint8_t *requires_grad; /* of each parameter, or NULL */
+} oomkit_flags;
+
+/* undo: what the first micro-batch has switched of them. */
+typedef struct oomkit_switches {
+    oomkit_flags computed; /* as its first backward found them, or its end */
+    oomkit_flags left;     /* as it has left them */
+    int asked;             /* in this micro-batch */
+} oomkit_switches;
+
 /* What happened in the attempts. */
 typedef struct oomkit_tries {
     int whole_tried; /* as the last way out, after smaller micro-batches */
@@ -409,6 +422,7 @@ typedef struct oomkit_cut {
     oomkit_unfit_sizes unfit;
     oomkit_scheduled scheduled;
     oomkit_stale stale;
+    oomkit_switches switches;
     PyObject *offload; /* of ladder, owned: saved tensors on the host, or NULL */
     int offloads;      /* ... on whichever rung: a run of a proof */
     PyObject

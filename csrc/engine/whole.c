@@ -97,6 +97,26 @@ engine_refuse(oomkit_call *call)
     return 0;
 }
 
+/* The batch of a call that is split only for what others have met: not where it cannot
+ * be, for this one may do with what it has. 1, 0 or -1. */
+static int
+plan_of_others(oomkit_call *call)
+{
+    int found = oomkit_batch_find(call->st, call->options, call->step->batch_site,
+                                  call->step->names, &call->batch);
+
+    if (found < 0 && !oomkit_ranks_agreed(call) &&
+        PyErr_ExceptionMatches(call->st->SplitError)) {
+        PyErr_Clear(); /* said again if it must be */
+        return 0;
+    }
+    if (found > 0) {
+        const int inside = oomkit_refusal_transform(call->st);
+        found = inside < 0 ? -1 : !inside;
+    }
+    return found;
+}
+
 /* A plan that may split from the start: asked for, remembered, or forced by a test. 0
  * whole, 1 call->cut->slices is set, -1 with an exception. */
 static int
@@ -115,18 +135,9 @@ engine_plan(oomkit_call *call)
         return 0;
     }
     call->batch.provable = oomkit_proof_possible(call);
-    found = oomkit_batch_find(call->st, call->options, step->batch_site, step->names,
-                              &call->batch);
-    if (found < 0 && !asked && !oomkit_ranks_agreed(call) &&
-        PyErr_ExceptionMatches(call->st->SplitError)) {
-        PyErr_Clear(); /* it need not be split this time: said again if it must */
-        return 0;
-    }
-    if (found > 0 && !asked) {
-        /* Not split for what other calls have met: this one may do with what it has. */
-        int inside = oomkit_refusal_transform(call->st);
-        found = inside < 0 ? -1 : !inside;
-    }
+    found = asked ? oomkit_batch_find(call->st, call->options, step->batch_site,
+                                      step->names, &call->batch)
+                  : plan_of_others(call);
     if (found <= 0) {
         if (found == 0 && asked) {
             return oomkit_batch_refuse(

@@ -51,7 +51,8 @@ typedef int (*oomkit_node_visitor)(oomkit_state *st, PyObject *node,
  * the way there. */
 typedef struct oomkit_edge {
     PyObject *to;           /* borrowed */
-    uint64_t from, kind;    /* what its nodes do; 1 where `to` is a root's */
+    uint64_t from;          /* what the first node does, and with which argument */
+    uint64_t kind;          /* what `to` does; 1 where `from` is a root's */
     uint64_t before, place; /* of its nodes, never 0 */
     int first;              /* the walk has not been at `to` before */
     int is_leaf;            /* that one */

@@ -37,6 +37,7 @@ typedef struct walk_met {
 
 #define LEAST 256 /* places for nodes */
 #define TYPES 8
+#define ARGUMENTS 3 /* that are told apart: a stack has any number */
 
 typedef struct graph_walk {
     oomkit_state *st;
@@ -258,7 +259,9 @@ walk_tell(graph_walk *w, PyObject *node, const oomkit_node_type *type, int first
     if (w->edge == NULL) {
         return 0;
     }
-    edge->from = frame->kind;
+    /* `k * loss`: of mul the second argument is a number, or the first a tensor */
+    edge->from = oomkit_hash_mix(
+        frame->kind, (uint64_t)(frame->next < ARGUMENTS ? frame->next : ARGUMENTS));
     edge->kind = walk_kind(w->st, node, type);
     place = oomkit_hash_mix(frame->place, (uint64_t)frame->next);
     edge->place = oomkit_hash_mix(place, edge->kind) | 1;

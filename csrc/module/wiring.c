@@ -29,6 +29,7 @@ _Static_assert(sizeof(when_whole) / sizeof(*when_whole) <= OOMKIT_HANDLERS,
 static const oomkit_rule *const when_split[] = {
     &oomkit_sequence_rule, /* first: what others refuse is then known by its line */
     &oomkit_hyperparams_rule,
+    &oomkit_switches_rule,    /* before anything is made of the graph */
     &oomkit_stray_grads_rule, /* before anything accumulates */
     &oomkit_grad_hooks_rule,
     &oomkit_loss_value_rule,

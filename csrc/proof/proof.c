@@ -431,8 +431,31 @@ proof_telling(oomkit_proof *p, int result)
     return result;
 }
 
-/* What was shown a few calls ago: by losses alone, and with gradients where those
- * differ. As proof_settle(). */
+/* What was shown a few calls ago, where a micro-batch can be cut: with gradients, for a
+ * loss may have the same value with other ones, as with a factor that was a number and
+ * is computed from the rows now. As proof_settle(). */
+static int
+proof_again_fully(oomkit_proof *p)
+{
+    OWNED PyObject *text = NULL;
+
+    if (oomkit_proof_rows_varied(p) == 0 && oomkit_proof_whole(p) == 0 &&
+        oomkit_proof_compare(p, p->first, &text) == 0) {
+        p->stands = text == NULL;
+        return text == NULL ? 1 : proof_full(p);
+    }
+    if (p->call->tries.restart != 0 || !oomkit_exception_is_oom(p->call->st)) {
+        return -1;
+    }
+    if (oomkit_proof_forgive(p) < 0) {
+        return -1;
+    }
+    oomkit_proven_again(p->call); /* what was shown before stands */
+    return 1;
+}
+
+/* The same where none can: by losses alone, and with gradients where those differ. As
+ * proof_settle(). */
 static int
 proof_again(oomkit_proof *p, int cut)
 {
@@ -705,7 +728,9 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
     int result = oomkit_proof_aside(p) < 0 || oomkit_proof_judge(p) < 0 ? -1
                  : pair                                                 ? proof_pair(p)
                  : wanted == OOMKIT_PROOF_LOSSES
-                     ? proof_again(p, cut)
+                     ? (cut && p->call->options->verify != OOMKIT_VERIFY_WARN
+                            ? proof_again_fully(p)
+                            : proof_again(p, cut))
                      : proof_telling(p, proof_best(p, cut, 0));
 
     if (result < 0 && p->no_parts) {
@@ -717,7 +742,9 @@ prove_by_runs(oomkit_proof *p, int wanted, int cut, int pair)
         result = proof_halves(p, result,
                               wanted == OOMKIT_PROOF_LOSSES ? HALVES_AGAIN : HALVES);
     }
-    result = proof_further(p, result, oomkit_proof_dealt); /* with weights settled */
+    if (!p->stands) { /* with weights settled */
+        result = proof_further(p, result, oomkit_proof_dealt);
+    }
     return result >= 0 && oomkit_ranks_proof_ends(p->call) < 0 ? -1 : result;
 }
 

@@ -42,6 +42,7 @@ typedef struct oomkit_proof {
                                  OOMKIT_ALL_ON_HOST */
     int around_host;          /* ... of this run, by `around` */
     int own;                  /* these rows were cut as the call's own, no other way */
+    int stands;               /* rows of a later call show what others have shown */
     int no_parts;             /* the step raises errors of its own on any part */
     int draw;                 /* the next run is to have other random numbers: which */
     PyObject *dealt;          /* owned: _proof.Dealt while micro-batches run, or NULL */

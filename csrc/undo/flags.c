@@ -5,8 +5,14 @@
  *
  * requires_grad is marked at entry, behind the versions. The training flag of a module
  * is noted when torch.nn.Module.train() (eval() calls it, too) is about to set it,
- * which oomkit._engine.patches reports: a step that switches nothing pays nothing. */
+ * which oomkit._engine.patches reports: a step that switches nothing pays nothing.
+ *
+ * A step may switch once and note elsewhere that it has: then no other micro-batch
+ * switches what the first one has. The whole batch is computed as that one is, so that
+ * one which is computed otherwise is refused, and what the first alone has left stays
+ * in the end. */
 #include "undo.h"
+#include "../py/errors.h"
 
 /* torch is about to set `training` of this module. 0 or -1. */
 int
@@ -226,3 +232,158 @@ oomkit_flags_clear(oomkit_flags *now)
     PyMem_Free(now->requires_grad);
     now->requires_grad = NULL;
 }
+
+/* --- what is switched once --- */
+
+/* A module that the first micro-batch had switched (`pair`, of its dict), and that is
+ * as at entry again: where `fills` it is switched as well. 1 and *which (owned), 0 or
+ * -1.
+ */
+static int
+switch_of_module(const oomkit_call *call, PyObject *address, PyObject *pair, int fills,
+                 PyObject **which)
+{
+    PyObject *then = PyTuple_GET_ITEM(pair, 1); /* borrowed */
+    OWNED PyObject *module = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0));
+    OWNED PyObject *now = NULL;
+    PyObject *entry = call->entry.flags == NULL /* borrowed from the dict */
+                          ? NULL
+                          : PyDict_GetItemWithError(call->entry.flags, address);
+
+    if (module == NULL || entry == NULL || PyTuple_GET_ITEM(entry, 1) == then) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    now = PyObject_GetAttr(module, call->st->str_training);
+    if (now == NULL || now != PyTuple_GET_ITEM(entry, 1)) {
+        return now == NULL ? -1 : 0;
+    }
+    if (fills) {
+        return PyObject_SetAttr(module, call->st->str_training, then);
+    }
+    *which = PyUnicode_FromFormat("train() or eval() of %s", Py_TYPE(module)->tp_name);
+    return *which == NULL ? -1 : 1;
+}
+
+/* The same of parameters. */
+static int
+switch_of_params(oomkit_call *call, const uint8_t *first, int fills, PyObject **which)
+{
+    OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
+    const uint8_t *entry = oomkit_params_flags(call, 0);
+    Py_ssize_t i;
+
+    for (i = 0; now != NULL && i < call->parts->param_count; i++) {
+        if (first[i] == entry[i] || now[i] != entry[i]) {
+            continue;
+        }
+        if (!fills) {
+            *which = PyUnicode_FromString("requires_grad of a parameter");
+            return *which == NULL ? -1 : 1;
+        }
+        if (PyObject_SetAttr(call->parts->params[i], call->st->str_requires_grad,
+                             first[i] ? Py_True : Py_False) < 0) {
+            return -1;
+        }
+    }
+    return now == NULL ? -1 : 0;
+}
+
+/* Of all: what the first micro-batch had switched, as `first` says, and this has not. 1
+ * and *which (owned) unless `fills`, 0 or -1. */
+static int
+switches_lack(oomkit_call *call, const oomkit_flags *first, int fills, PyObject **which)
+{
+    OWNED PyObject *items = first->training ? PyDict_Items(first->training) : NULL;
+    Py_ssize_t i;
+    int found = 0;
+
+    for (i = 0; items != NULL && found == 0 && i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i); /* borrowed */
+        found = switch_of_module(call, PyTuple_GET_ITEM(item, 0),
+                                 PyTuple_GET_ITEM(item, 1), fills, which);
+    }
+    if (PyErr_Occurred() || found != 0 || call->entry.versions == NULL ||
+        first->requires_grad == NULL) {
+        return PyErr_Occurred() ? -1 : found;
+    }
+    return switch_of_params(call, first->requires_grad, fills, which);
+}
+
+/* What a micro-batch is computed with. 0 or -1. */
+static int
+switches_ask(oomkit_call *call)
+{
+    oomkit_switches *s = &call->cut->switches;
+    OWNED PyObject *which = NULL;
+
+    if (s->asked) {
+        return 0;
+    }
+    s->asked = 1;
+    if (call->cut->at == 0) {
+        oomkit_flags_clear(&s->computed);
+        return oomkit_flags_read(call, &s->computed);
+    }
+    if (switches_lack(call, &s->computed, 0, &which) <= 0) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    oomkit_raise(
+        call->st->SplitError,
+        "auto_batch cannot split %U: its first micro-batch has switched %U, and "
+        "micro-batch %lld has not, because the step does so once and each "
+        "micro-batch begins as the call began; do it before the call" SEE(
+            "micro-batches-differ"),
+        call->options->label, which, (long long)(call->cut->at + 1));
+    call->refused.raised = 1;
+    return -1;
+}
+
+static int
+switches_begin(oomkit_call *call)
+{
+    call->cut->switches.asked = 0;
+    return 0;
+}
+
+static int
+switches_backward(oomkit_call *call, oomkit_backward *backward)
+{
+    (void)backward;
+    return switches_ask(call);
+}
+
+static int
+switches_returned(oomkit_call *call, PyObject *result)
+{
+    (void)result;
+    return switches_ask(call);
+}
+
+static int
+switches_end(oomkit_call *call, PyObject *result)
+{
+    oomkit_switches *s = &call->cut->switches;
+
+    (void)result;
+    if (call->cut->at == 0) {
+        oomkit_flags_clear(&s->left);
+        return oomkit_flags_read(call, &s->left);
+    }
+    return call->cut->at == call->cut->count - 1
+               ? switches_lack(call, &s->left, 1, NULL)
+               : 0;
+}
+
+static void
+switches_forget(oomkit_call *call)
+{
+    oomkit_flags_clear(&call->cut->switches.computed);
+    oomkit_flags_clear(&call->cut->switches.left);
+}
+
+const oomkit_rule oomkit_switches_rule = {.micro_begins = switches_begin,
+                                          .backward_begins = switches_backward,
+                                          .micro_returns = switches_returned,
+                                          .micro_ends = switches_end,
+                                          .attempt_ends = switches_forget,
+                                          .call_ends = switches_forget};

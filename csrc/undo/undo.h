@@ -106,6 +106,8 @@ oomkit_undone_buffers_check(oomkit_call *call)
 }
 
 /* --- flags.c --- */
+/* What happens in a call concerns (call/events.h): */
+extern const oomkit_rule oomkit_switches_rule;
 int
 oomkit_flags_note(oomkit_state *st, PyObject *module);
 int

@@ -588,17 +588,13 @@ class Proof:
 
     @property
     def has_other_figures(self) -> bool:
-        """Whether a number of the joined parts is not the whole's, where only losses were
-        compared; what the others show is noted."""
-        whole, made, found = self._runs["whole"], self._runs["parts"], False
-        for place, one in whole.results.items():
-            two, parts = made.results.get(place), [each.get(place) for each in made.each]
-            numbers = {values.number(each) for each in (one, *parts)}
-            if two is None or None in numbers or len(numbers) == 1:
-                continue  # one of gradients, say, to which nothing was added
-            limit = self._result_limit(one)
-            joined = self._is_joined(place, one, made, limit)
-            found |= not joined and values.gap(one, two) > limit
+        """Whether a number of the joined parts is not the whole's: without a backward."""
+        made, found = self._runs["parts"], False
+        for place, one in self._runs["whole"].results.items():
+            two, most = made.results.get(place, one), self._result_limit(one)
+            numbers = {values.number(each) for each in (one, *(e.get(place) for e in made.each))}
+            if None not in numbers and len(numbers) > 1:  # not a norm: nothing was added to it
+                found |= not self._is_joined(place, one, made, most) and values.gap(one, two) > most
         return found
 
     def all_figures(self, known: dict[str, int]) -> dict[str, int]:

@@ -149,6 +149,7 @@ def test_another_structure_and_another_course_are_proven_anew(
     x, y = _double()
     for batch, update, proofs in (
         ({"x": x}, True, 1),
+        ({"x": x}, True, 1),
         ({"x": x}, False, 2),
         ({"x": x}, True, 2),
         ({"x": x, "y": y}, True, 3),

@@ -142,7 +142,8 @@ def test_the_number_of_a_step_is_no_count(make: Callable[[int], Any], first: int
 
 @pytest.mark.filterwarnings("default::oomkit.OomkitWarning")
 def test_a_number_that_was_0_is_added_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert _numbered(0, lambda i: (0.5, i))[3] == (0.5, 6)
+    """Until the verification that the fourth call is due shows what it is."""
+    assert _numbered(0, lambda i: (0.5, max(i - 1, 0)))[2:4] == [(0.5, 2), (0.5, 2)]
     assert sum("is added, although all micro-batches" in m for m in caplog.messages) == 1
 
 

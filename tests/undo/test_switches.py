@@ -4,6 +4,7 @@ begins as the call began, and what the last one leaves stays."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -268,3 +269,109 @@ def test_an_update_that_is_half_done_leaves_gradients_recorded() -> None:
         assert torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)
+
+
+class Once:
+    """Switches something in one call, and notes that it has."""
+
+    def __init__(self, what: str, where: str) -> None:
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+        self.model = nn.Sequential(
+            first, nn.Dropout(0.0), nn.BatchNorm1d(6).eval(), nn.Linear(6, 3)
+        )
+        self.model.double()
+        self.what, self.where, self.done, self.index = what, where, False, 0
+        if what == "requires_grad":
+            first.requires_grad_(False)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    def switch(self, where: str) -> None:
+        if where != self.where or self.index < 2 or self.done:
+            return
+        self.done = True
+        if self.what == "requires_grad":
+            self.model[0].requires_grad_(True)
+        else:
+            self.model[2].train(self.what == "train")
+            self.model[1].eval()
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.switch("before")
+        loss = F.cross_entropy(self.model(x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.switch("between")
+        self.optimizer.step()
+        self.switch("behind")
+
+    def state(self) -> list[Any]:
+        modes = [module.training for module in self.model.modules()]
+        needs = [p.requires_grad for p in self.model.parameters()]
+        return [self.done, *modes, *needs, *map(torch.clone, self.model.state_dict().values())]
+
+
+def _once(what: str, where: str, fails: int) -> tuple[Once, int]:
+    """The program after its calls, and which of them was refused."""
+    once, generator = Once(what, where), torch.Generator().manual_seed(1)
+
+    @oomkit.auto_batch
+    def step(once: Once, x: torch.Tensor, y: torch.Tensor) -> None:
+        once.step(x, y)
+
+    for call in range(5):
+        once.index = call
+        x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 3, (8,), generator=generator)
+        before = once.state()
+        try:
+            with inject_oom(nth=1, phase="forward") if call == fails else nullcontext():
+                step(once, x, y)
+        except oomkit.SplitError as error:
+            assert "does so once" in str(error)
+            assert all(map(_equal, before, once.state()))
+            return once, call
+    return once, -1
+
+
+def _equal(one: Any, two: Any) -> bool:
+    return torch.allclose(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+@pytest.mark.parametrize("where", ["before", "between", "behind"])
+@pytest.mark.parametrize("what", ["eval", "requires_grad"])
+def test_what_is_switched_once_stays_or_is_refused(what: str, where: str, fails: int) -> None:
+    """Each micro-batch begins as the call began, but for the flag that says that it is done."""
+    expected, _ = _once(what, where, -1)
+    found, refused = _once(what, where, fails)
+    assert refused == (2 if where == "before" else -1)
+    assert refused == 2 or all(map(_equal, expected.state(), found.state()))
+
+
+def test_what_the_last_micro_batch_alone_switches_stays() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0)).double()
+
+    @oomkit.auto_batch(accumulation_steps=4)
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        if oomkit.current().is_last:
+            model.eval()
+
+    step(torch.randn(8, 4, dtype=torch.float64))
+    assert not model.training
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_an_evaluation_that_is_switched_once_is_refused(grads: bool) -> None:
+    once = Once("eval", "before")
+    once.index = 2
+
+    @oomkit.auto_batch(accumulation_steps=2)
+    def outputs(once: Once, x: torch.Tensor) -> torch.Tensor:
+        once.switch("before")
+        out: torch.Tensor = once.model(x)
+        return out.square().mean() if grads else out
+
+    with torch.set_grad_enabled(grads), pytest.raises(oomkit.SplitError, match="does so once"):
+        outputs(once, torch.randn(8, 4, dtype=torch.float64))
