@@ -414,6 +414,28 @@ oomkit_buffers_learn(oomkit_call *call)
 
 /* --- back to that --- */
 
+/* Its copy into a buffer, which may have another shape by now: an observer of
+ * quantisation has none before its first forward. 0 or -1. */
+static int
+buffer_write(oomkit_call *call, PyObject *buffer, PyObject *copy)
+{
+    oomkit_tensor_facts facts;
+
+    if (oomkit_tensor_facts_get(call->st, buffer, 0, &facts) < 0) {
+        return -1;
+    }
+    if (!buffer_copy_fits(call->st, copy, &facts) && facts.is_strided) {
+        OWNED PyObject *done = NULL;
+        EXEMPT (call->st) {
+            done = PyObject_CallMethod(buffer, "resize_as_", "O", copy);
+        }
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    return oomkit_tensor_write(call->st, buffer, copy);
+}
+
 static int
 buffer_put_back(oomkit_call *call, Py_ssize_t i)
 {
@@ -433,7 +455,7 @@ buffer_put_back(oomkit_call *call, Py_ssize_t i)
             return -1;
         }
     } else if (item->copied) {
-        if (oomkit_tensor_write(call->st, item->tensor, call->parts->copies[i]) < 0) {
+        if (buffer_write(call, item->tensor, call->parts->copies[i]) < 0) {
             return -1;
         }
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from zoo import SEED
 
 import oomkit
@@ -110,3 +111,36 @@ def test_gradients_that_were_set_aside_are_named_by_any_error(form: str) -> None
     moved = [not torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters()]
     assert any(moved)
     assert "contain a part of this batch" in "".join(caught.value.__notes__)
+
+
+class Observer(nn.Module):
+    """Makes its buffer in its first forward, as those of torch.ao do for each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor([]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        most = x.detach().abs().amax(0)
+        if self.most.numel() == 0:
+            self.most.resize_(most.shape).copy_(most)
+        else:
+            self.most.copy_(torch.maximum(self.most, most))
+        return x
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_buffer_that_the_first_forward_resizes(phase: str) -> None:
+    torch.manual_seed(3)
+    observer = Observer()
+    model = nn.Sequential(observer, nn.Linear(4, 3))
+    x = torch.randn(8, 4)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    with inject_oom(nth=3 if phase == "forward" else 1, phase=phase):
+        step(x)
+    assert step.records[-1].accumulation_steps == 2
+    assert torch.equal(observer.most, x.abs().amax(0))
