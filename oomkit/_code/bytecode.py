@@ -94,11 +94,13 @@ class Reader:
             if part == "STORE"
         }
         self.stack: Stack = []
-        waiting: dict[int, Stack] = {}  # what stands on the stack after a jump
+        waiting: dict[int, tuple[Stack, dict[str, Symbol]]] = {}  # after a jump
         dead = False
         for instruction in instructions:
             if instruction.offset in waiting:
-                self.merge(waiting.pop(instruction.offset), dead)
+                stack, names = waiting.pop(instruction.offset)
+                self.merge(stack, dead)
+                self.merge_names(names)
                 dead = False
             if instruction.positions is not None and instruction.positions.lineno:
                 self.line = instruction.positions.lineno
@@ -107,7 +109,7 @@ class Reader:
             if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
                 after, self.stack = self.stack, before
                 self.generic(instruction, True)
-                waiting.setdefault(instruction.argval, self.stack)
+                waiting.setdefault(instruction.argval, (self.stack, dict(self.names)))
                 self.stack = after
             dead = instruction.opname in _DEAD
         for inner in code.co_consts:
@@ -119,7 +121,14 @@ class Reader:
             self.stack = list(other)
         else:
             both = zip(self.stack, other, strict=True)
-            self.stack = [a if a == b else None for a, b in both]
+            self.stack = [a if a == b else self.either(a, b) for a, b in both]
+
+    def either(self, one: Symbol | None, other: Symbol | None) -> Symbol | None:
+        """What comes out of two branches."""
+        return None
+
+    def merge_names(self, other: dict[str, Symbol]) -> None:
+        """What locals are other names of where two branches meet: as in the later one."""
 
     def pop(self, count: int = 1) -> Stack:
         taken = self.stack[max(0, len(self.stack) - count) :]

@@ -9,6 +9,7 @@ import functools
 import sys
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .. import _C
 _Slots = list[tuple[str, types.MemberDescriptorType]]
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_DECORATORS = 8  # around a function
 _TYPES = 1000  # known to have no slots
 # Attributes of a module that torch itself keeps, and parts that have rules of their own.
 MODULE_OWN = frozenset(vars(torch.nn.Module())) | {
@@ -121,6 +123,15 @@ def undecorated(value: Any) -> Any:
     return value
 
 
+def wrapped(function: Any) -> Iterator[types.FunctionType]:
+    """It, and what it wraps."""
+    for _ in range(_DECORATORS):
+        if not isinstance(function, types.FunctionType):
+            return
+        yield function
+        function = undecorated(vars(function).get("__wrapped__"))
+
+
 def method_of(value: object, name: str, after: type | None = None) -> types.FunctionType | None:
     """A method by its name, where it is a Python function; no descriptor is run.
 
@@ -133,6 +144,11 @@ def method_of(value: object, name: str, after: type | None = None) -> types.Func
     found = next((vars(k)[name] for k in kinds if name in vars(k)), None)
     found = undecorated(found)
     return found if isinstance(found, types.FunctionType) else None
+
+
+def in_class(kind: type, name: str) -> Any:
+    """What a class has by a name, as it lies there, or None."""
+    return next((vars(k)[name] for k in kind.__mro__ if name in vars(k)), None)
 
 
 def is_foreign_function(function: types.FunctionType) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import types
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,12 +21,15 @@ from .bytecode import Steps, Symbol
 from .objects import (
     LIBRARIES,
     MODULE_OWN,
+    in_class,
     is_foreign_function,
     method_of,
     own_attributes,
     undecorated,
     unwrap,
+    wrapped,
 )
+from .reach import has_threads, is_of_threads
 from .spots import (
     ARGUMENT,
     ATTRIBUTE,
@@ -48,7 +51,18 @@ from .spots import (
     variable,
     whole,
 )
-from .uses import CALL, STORE, SUPER, Use, Uses, items_of, uses_of, writes
+from .uses import (
+    CALL,
+    STORE,
+    SUPER,
+    Use,
+    Uses,
+    calls_in,
+    is_unnamed,
+    items_of,
+    uses_of,
+    writes,
+)
 
 # What is done with a place (plain_state.h).
 BIND, CONTENT, GROWS, EACH = 1, 2, 4, 8
@@ -62,7 +76,6 @@ _VISITS = 3000  # of functions, with the objects that they are given
 _CODES = 300  # functions read
 _PLACES = 2000
 _OWN_FILLS = ("__setitem__", "__delitem__", "__iadd__", "__isub__", "__imul__", "__ior__")
-_DECORATORS = 8  # around a function
 _ALIKE = 4  # of the layers of a model that find nothing, the rest is taken to be alike
 _READS = frozenset(
     "items keys values get copy index count __len__ __contains__ union intersection "
@@ -72,6 +85,14 @@ _FILLS = frozenset(
     "shuffle heappush heappop heapify heapreplace insort insort_left insort_right copyto".split()
 )
 _ARRAY_FILLS = frozenset("sort fill put partition resize itemset byteswap".split())
+# Functions that let others run in another thread, or later.
+_ELSEWHERE = frozenset(
+    "Thread Timer Process start_new_thread submit apply_async map_async starmap_async imap "
+    "imap_unordered run_in_executor to_thread add_done_callback call_soon call_soon_threadsafe "
+    "call_later create_task finalize".split()
+)
+_SETS = vars(object)["__setattr__"]
+_CALLBACKS = (types.FunctionType, types.MethodType, partial)
 _HOOK = Use(CALL, None)
 # What torchmetrics keeps beside the states that `_defaults` names.
 _METRIC = ("_update_count", "_computed", "_update_called", "_forward_cache", "_cache", "_is_synced")
@@ -173,6 +194,9 @@ class Places:
                 self.store(frame, use.place or ())
             elif use.kind == CALL:
                 self.call(frame, use)
+            elif use.place and use.place[-1] == (".", "__dict__"):
+                for owner in frame.resolve(use.place[:-1]):
+                    self.store_attributes(owner)
             else:
                 for spot in frame.resolve(use.place or ()):
                     self.fill(spot)
@@ -219,10 +243,12 @@ class Places:
         value = owner.value
         if isinstance(value, CONTAINERS) or (isinstance(value, torch.Tensor) and name == "data"):
             self.fill(owner)  # a dict whose items are its attributes
-        if isinstance(value, (torch.Tensor, *OWN_RULES, *CONTAINERS)) or name == "grad":
+        if isinstance(value, (torch.Tensor, *OWN_RULES)) or name == "grad":
+            return
+        if isinstance(value, CONTAINERS) and not _has_attribute(value, name):
             return
         self.own_methods(owner, ("__setattr__",))
-        setter = next((vars(k)[name] for k in type(value).__mro__ if name in vars(k)), None)
+        setter = in_class(type(value), name)
         if isinstance(setter, property):
             for function in wrapped(setter.fset):
                 self.visit(function, {function.__code__.co_varnames[0]: owner})
@@ -254,7 +280,8 @@ class Places:
         if "out" in use.names:
             at = use.names.index("out") - len(use.names)
             self.escape(frame, use.arguments[at : at + 1 or None])
-        if steps is None:
+        self.callbacks(frame, use)
+        if steps is None or (calls_in(steps) and not self.is_known(frame, steps)):
             self.escape(frame, use.arguments)
         elif steps[0] == SUPER:
             self.call_super(frame, steps, use)
@@ -275,6 +302,23 @@ class Places:
                 for spot in frame.resolve(symbol.steps):
                     self.fill(spot, CONTENT | EACH)
 
+    def is_known(self, frame: Frame, steps: Steps) -> bool:
+        return bool(frame.resolve(steps[:-1] if steps[-1][0] == "." else steps))
+
+    def callbacks(self, frame: Frame, use: Use) -> None:
+        """Functions that are given to a call: it may call them."""
+        given = [s for s in items_of(use.arguments) if s is not None and s.kind != "constant"]
+        if given and _is_elsewhere(frame, use.place):
+            return
+        for steps in [s.steps for s in given]:
+            for spot in frame.resolve(steps):
+                if isinstance(spot.value, _CALLBACKS) and not _is_locked(spot.value):
+                    self.called(frame, spot.value, _HOOK, spot)
+            if type(steps[-1]) is tuple and steps[-1][0] == ".":
+                for owner in frame.resolve(steps[:-1]):
+                    if _has_method(owner.value, steps[-1][1]) and not has_threads(owner.value):
+                        self.method(frame, owner, steps[-1][1], _HOOK)
+
     def builtin(self, frame: Frame, name: str, use: Use) -> None:
         if name not in ("setattr", "delattr") or not use.arguments or use.arguments[0] is None:
             return
@@ -283,10 +327,14 @@ class Places:
             if attribute is not None and attribute.kind == "constant":
                 self.store_attribute(owner, attribute.steps[0])
             else:
-                own = MODULE_OWN if isinstance(owner.value, torch.nn.Module) else frozenset[str]()
-                for key, value in islice(own_attributes(owner.value, own), ITEMS):
-                    if not isinstance(value, torch.nn.Module):
-                        self.store_attribute(owner, key)
+                self.store_attributes(owner)
+
+    def store_attributes(self, owner: Spot) -> None:
+        """By names that are not known."""
+        own = MODULE_OWN if isinstance(owner.value, torch.nn.Module) else frozenset[str]()
+        for key, value in islice(own_attributes(owner.value, own), ITEMS):
+            if not isinstance(value, torch.nn.Module):
+                self.store_attribute(owner, key)
 
     def bound(
         self, frame: Frame, function: types.FunctionType, use: Use, first: Spot | None
@@ -329,6 +377,8 @@ class Places:
             if name not in _READS:
                 grows = name in ("append", "extend") and isinstance(value, list)
                 self.fill(owner, GROWS if grows else CONTENT)
+            if type(value) not in CONTAINERS:
+                self.object_method(frame, owner, name, use)
         elif is_array(value):
             if name in _ARRAY_FILLS:
                 self.fill(owner)
@@ -346,7 +396,7 @@ class Places:
             if found is not None:
                 self.called(frame, found, use, None)
         elif isinstance(value, type):
-            raw = next((vars(k)[name] for k in value.__mro__ if name in vars(k)), None)
+            raw = in_class(value, name)
             inner = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
             if isinstance(inner, types.FunctionType):
                 self.enter(frame, inner, use, owner if isinstance(raw, classmethod) else None)
@@ -383,7 +433,7 @@ class Places:
     def foreign(self, frame: Frame, name: str, use: Use) -> None:
         """torch.nn.init.zeros_(x), torch._foreach_mul_(list, 2), random.shuffle(list)"""
         if writes(name):
-            frame.fills = frame.fills or None in items_of(use.arguments)
+            frame.fills = frame.fills or any(map(is_unnamed, items_of(use.arguments)))
             self.escape(frame, use.arguments)
         elif name in _FILLS:
             self.escape(frame, use.arguments[:1])
@@ -467,17 +517,38 @@ class Places:
         return tuple(places), tuple(self.streams.values())
 
 
-def wrapped(function: Any) -> Iterator[types.FunctionType]:
-    """It, and what it wraps."""
-    for _ in range(_DECORATORS):
-        if not isinstance(function, types.FunctionType):
-            return
-        yield function
-        function = undecorated(vars(function).get("__wrapped__"))
-
-
 def _top(function: types.FunctionType) -> str:
     return str(function.__module__).partition(".")[0]
+
+
+def _is_elsewhere(frame: Frame, steps: Steps | None) -> bool:
+    """Does a function run what it is given in another thread, or later?"""
+    if steps is None:
+        return False
+    last = steps[-1][1] if type(steps[-1]) is tuple else steps[-1]
+    owners = frame.resolve(steps[:-1] if len(steps) > 1 else steps)
+    return last in _ELSEWHERE or any(is_of_threads(owner.value) for owner in owners)
+
+
+def _is_locked(function: Any) -> bool:
+    """May several threads call it?"""
+    while isinstance(function, partial):
+        function = function.func
+    return isinstance(function, types.MethodType) and has_threads(function.__self__)
+
+
+def _has_attribute(container: Any, name: str) -> bool:
+    """May a container have an attribute that is no item?"""
+    if type(container) in CONTAINERS:
+        return False
+    return name in own_of(container) or in_class(type(container), "__setattr__") is _SETS
+
+
+def _has_method(value: Any, name: str) -> bool:
+    if isinstance(value, (torch.Tensor, *CONTAINERS)) or is_stream(value):
+        return True  # what it does is known by its name
+    found = undecorated(in_class(value if isinstance(value, type) else type(value), name))
+    return isinstance(found, (types.FunctionType, classmethod, staticmethod))
 
 
 def _is_foreign_code(function: types.FunctionType, library: str) -> bool:

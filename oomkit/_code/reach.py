@@ -32,7 +32,15 @@ from .objects import (
 )
 from .spots import CONTAINERS, ITEMS, OWN_RULES, inside, is_a, is_array, own_of
 
-__all__ = ["carefully", "is_looked_at", "is_of_program", "is_own_module", "leads_on"]
+__all__ = [
+    "carefully",
+    "has_threads",
+    "is_looked_at",
+    "is_of_program",
+    "is_of_threads",
+    "is_own_module",
+    "leads_on",
+]
 
 _log = logging.getLogger("oomkit")
 
@@ -63,6 +71,17 @@ def carefully(look: Callable[[], Any]) -> Any:
 
 def _has_threads(values: Iterator[tuple[str, Any]]) -> bool:
     return any(str(type(v).__module__).partition(".")[0] in _THREADS for _, v in values)
+
+
+def has_threads(value: object) -> bool:
+    """Does an object have a lock, a queue or a thread?"""
+    return _has_threads(iter(own_attributes(value)))
+
+
+def is_of_threads(value: Any) -> bool:
+    """A thread, a pool of them, or the class of one."""
+    kinds = (value if is_a(value, type) else type(value)).__mro__
+    return any(str(k.__module__).partition(".")[0] in _THREADS for k in kinds)
 
 
 def is_of_program(kind: type) -> bool:

@@ -18,7 +18,18 @@ import torch
 
 from .. import _C
 from .bytecode import ANY, Steps
-from .objects import PLAIN, names_of, own_attributes, slots_of
+from .objects import (
+    LIBRARIES,
+    PLAIN,
+    in_class,
+    is_foreign_function,
+    names_of,
+    own_attributes,
+    slots_of,
+    undecorated,
+    wrapped,
+)
+from .uses import GOT, RETURNED, Either, uses_of
 
 # How a place is reached from the one before it (plain_state.h).
 ARGUMENT, KEYWORD, OBJECT, CELL, ATTRIBUTE, ITEM = range(6)
@@ -32,7 +43,11 @@ CONTAINERS = (list, dict, set, deque)
 ITEMS = 64  # of a container that are looked into
 _OBJECTS = 5000  # looked at for random generators
 _DEPTH = 8
+_CALLS = 3  # of functions, inside one another, whose results are followed
 _PARTS = 2000  # modules of a model
+_VIEWS = frozenset(
+    "detach flatten narrow numpy ravel reshape select squeeze unsqueeze view".split()
+)
 _PLAIN_ONES = frozenset(map(id, PLAIN))  # a metaclass may have an == of its own
 EMPTY = object()  # the value of a variable that has none
 
@@ -118,8 +133,10 @@ class Frame:
         given: dict[str, Spot],
         caller: Frame | None = None,
         library: str = "",
+        depth: int = 0,
     ) -> None:
         self.function, self.given = function, given
+        self._depth = depth  # of calls whose results are followed
         self.library = library
         """The code of this library is read, too, where it calls it."""
         self.fills = False
@@ -145,11 +162,70 @@ class Frame:
 
     def resolve(self, steps: Steps) -> list[Spot]:
         """The places that a path may lead to; none where it leads out of sight."""
+        if isinstance(steps[0], Either):
+            return [spot for path in steps[0] for spot in self.resolve(path)]
         root = self.root(steps[0])
         spots = [] if root is None or root.value is EMPTY else [root]
         for step in steps[1:]:
-            spots = [inner for spot in spots for inner in _inner(spot, step)]
+            spots = [inner for spot in spots for inner in self._inner(spot, step)]
         return spots
+
+    def _inner(self, spot: Spot, step: Any) -> list[Spot]:
+        what, key = step
+        if what == RETURNED:
+            return self._result(spot, *key)
+        found = _inner(spot, step)
+        if not found and key is GOT:
+            return self._result(spot, "get", ())
+        if not found and what == ".":
+            getter = in_class(type(spot.value), key)
+            if isinstance(getter, property):
+                return self._returned(getter.fget, spot, ())
+        return found
+
+    def _result(self, spot: Spot, name: str, paths: Steps) -> list[Spot]:
+        if isinstance(spot.value, torch.Tensor) or is_array(spot.value):
+            return [spot] if name in _VIEWS else []
+        first, function = _callee(spot, name)
+        return self._returned(function, first, paths)
+
+    def _returned(self, function: Any, first: Spot | None, paths: Steps) -> list[Spot]:
+        """What the code of a function shows that it gives back."""
+        found: list[Spot] = []
+        for inner in wrapped(function) if self._depth < _CALLS else ():
+            if is_foreign_function(inner) or str(inner.__module__).partition(".")[0] in LIBRARIES:
+                continue
+            code = inner.__code__
+            names = code.co_varnames[: code.co_argcount]
+            known = [[first]] if first is not None else []
+            known += [self.resolve(path) if path else [] for path in paths]
+            given = {name: spots[0] for name, spots in zip(names, known, strict=False) if spots}
+            frame = Frame(inner, given, depth=self._depth + 1)
+            for path in uses_of(code).returns:
+                if path[0] in given or path[0] not in names:
+                    found += frame.resolve(path)
+        return found[:ITEMS]
+
+
+def _callee(spot: Spot, name: str) -> tuple[Spot | None, Any]:
+    """The function that is called, and what it gets before its arguments."""
+    value = spot.value
+    if name and isinstance(value, types.ModuleType):
+        value, name = vars(value).get(name), ""
+    elif name and not isinstance(value, type) and name in (own := own_of(value)):
+        value, name = own[name], ""
+    if not name:
+        value = undecorated(value)
+        if isinstance(value, types.MethodType):
+            return whole(value.__self__), value.__func__
+        return None, value
+    kind = value if isinstance(value, type) else type(value)
+    raw = in_class(kind, name)
+    if isinstance(raw, classmethod):
+        return (spot if value is kind else whole(kind)), raw.__func__
+    if isinstance(raw, staticmethod):
+        return None, raw.__func__
+    return (None if value is kind else spot), undecorated(raw)
 
 
 def _inner(spot: Spot, step: Any) -> list[Spot]:
@@ -172,6 +248,8 @@ def _slot(spot: Spot, name: str, descriptor: Any) -> list[Spot]:
 
 def _attribute(spot: Spot, name: str) -> list[Spot]:
     value = spot.value
+    if name == "__class__":
+        return [whole(type(value))]
     if isinstance(value, types.ModuleType):
         space = vars(value)
         return [variable(space, name)] if name in space else []
@@ -194,6 +272,12 @@ def _attribute(spot: Spot, name: str) -> list[Spot]:
     for slot, descriptor in slots_of(type(value)):
         if slot == name:
             return _slot(spot, name, descriptor)
+    if (
+        is_a(value, dict)
+        and dict.__contains__(value, name)
+        and in_class(type(value), "__getattr__")
+    ):
+        return [Spot(spot, ITEM, name, dict.get(value, name))]
     found = _attribute(whole(type(value)), name)
     if found and isinstance(found[0].value, (*CONTAINERS, torch.Tensor)):
         return found

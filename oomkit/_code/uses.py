@@ -20,9 +20,18 @@ _CODES = 1000  # remembered
 # Methods whose result leads to what their object holds, and functions that pass it on.
 _LEADS = frozenset({"items", "values", "get", "setdefault", "pop", "popitem", "popleft"})
 _PASSES = frozenset({"enumerate", "reversed", "list", "tuple", "iter", "sorted"})
+_PICKS = frozenset({"min", "max", "next"})
+_RESULTS = _PASSES | _PICKS | {"getattr", "globals", "type", "zip"}
 # Kinds of symbols whose steps are those of what is looped over at once: zip(), enumerate(zip()).
 ZIP, COUNTED = "zip", "counted"
 _ZIPPED = (ZIP, COUNTED)
+GLOBALS = "globals"
+# The step from what is called to what it returns; its key: the method's name or "", arguments.
+RETURNED = "()"
+GOT = ("get",)  # the key of what get() gives out of a dictionary, or an object of the program
+_CALLS = 2  # in one path
+_DICT = (".", "__dict__")
+_SLICE = Symbol("slice", "constant", (ANY,))
 # The code of a function that is called where it is made.
 CODE = "code"
 _COMPREHENSIONS = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
@@ -33,6 +42,38 @@ NEUTRAL = frozenset({"clip_grad_norm_", "clip_grad_value_", "requires_grad_", "u
 
 class _Built(tuple[Symbol | None, ...]):
     """The items of a tuple or list that the code makes; None for those that are not known."""
+
+
+class Either(tuple[Steps, ...]):
+    """The only step of what is one of several paths."""
+
+
+_ALTERNATIVES = 8
+
+
+def _paths(symbol: Symbol | None) -> tuple[Steps, ...]:
+    if symbol is None or symbol.kind == "constant" or symbol.kind in _ZIPPED:
+        return ()
+    return symbol.steps[0] if isinstance(symbol.steps[0], Either) else (symbol.steps,)
+
+
+def _one_of(symbols: Iterable[Symbol | None]) -> Symbol | None:
+    paths = dict.fromkeys(path for symbol in symbols for path in _paths(symbol))
+    if not paths or len(paths) > _ALTERNATIVES:
+        return None
+    return Symbol("", "inner", next(iter(paths)) if len(paths) == 1 else (Either(paths),))
+
+
+def calls_in(steps: Steps) -> int:
+    """How many calls lie on a path."""
+    if isinstance(steps[0], Either):
+        return max(map(calls_in, steps[0]))
+    return sum(type(step) is tuple and step[0] == RETURNED for step in steps)
+
+
+def is_unnamed(symbol: Symbol | None) -> bool:
+    """May it be something that no name of the program leads to?"""
+    return symbol is None or (symbol.kind != "constant" and calls_in(symbol.steps) > 0)
 
 
 def _built(symbol: Symbol | None) -> _Built | None:
@@ -64,6 +105,7 @@ class Uses(NamedTuple):
 
     uses: tuple[Use, ...]
     loads: tuple[Steps, ...]  # everything that the code comes to by names
+    returns: tuple[Steps, ...]
     fills_locals: bool  # something that is no name was written to in place
 
 
@@ -81,6 +123,7 @@ class _Uses(Reader):
         super().__init__(types.FunctionType(code, {}, None, None, _cells(code)), {})
         self.uses: list[Use] = []
         self.loads: dict[Steps, None] = {}
+        self.returns: dict[Steps, None] = {}
         self.keywords: tuple[str, ...] = ()
         self.fills_locals = False
         self.read(code)
@@ -90,8 +133,8 @@ class _Uses(Reader):
         super().read(code, nested)
 
     def note(self, kind: str, place: Symbol | None, *rest: Any) -> None:
-        steps = None if place is None or place.kind == "constant" else place.steps
-        if steps is not None or kind == CALL:
+        paths = _paths(place)
+        for steps in paths or ((None,) if kind == CALL else ()):
             self.uses.append(Use(kind, steps, *rest))
 
     def generic(self, instruction: dis.Instruction, jump: bool = False) -> None:
@@ -105,23 +148,69 @@ class _Uses(Reader):
         return self.load(symbol)
 
     def load(self, symbol: Symbol | None) -> Symbol | None:
-        if symbol is not None and symbol.kind != "constant":
-            self.loads.setdefault(symbol.steps)
+        for path in _paths(symbol):
+            if not calls_in(path):
+                self.loads.setdefault(path)
         return symbol
+
+    def either(self, one: Symbol | None, other: Symbol | None) -> Symbol | None:
+        return None if one is None or other is None else _one_of([one, other])
+
+    def merge_names(self, other: dict[str, Symbol]) -> None:
+        for name in self.names.keys() & other.keys():
+            if self.names[name] != other[name]:
+                both = _one_of([self.names[name], other[name]])
+                self.names[name] = both or self.names[name]
 
     def do_load_global(self, instruction: dis.Instruction) -> None:
         super().do_load_global(instruction)
         self.load(Symbol(instruction.argval, "outer", (instruction.argval,)))
 
     def inner(self, owner: Symbol | None, key: str, step: Any) -> Symbol | None:
-        return self.load(super().inner(owner, key, step))
+        if owner is None or owner.kind == "constant" or owner.kind in _ZIPPED:
+            return None
+        return self.load(_one_of(Symbol("", "inner", (*path, step)) for path in _paths(owner)))
 
     def bind(self, name: str, value: Symbol | None) -> None:
         self.names.pop(name, None)
-        if value is not None and value.kind != "constant":
+        if (items := _built(value)) is not None:
+            value = Symbol("", "constant", (_Built((*items, None)),))  # it may get more
+        if value is not None and (value.kind != "constant" or items is not None):
             self.names[name] = value
 
+    def item_of(self, owner: Symbol | None, key: Symbol | None) -> Symbol | None:
+        if key is _SLICE:
+            return owner
+        key = None if _built(key) is not None else key  # x[i, j]
+        if (items := _built(owner)) is not None:
+            return _one_of(items)
+        name = key.steps[0] if key is not None and key.kind == "constant" else None
+        if owner is not None and isinstance(name, str):
+            if owner.kind != "constant" and owner.steps[-1] == _DICT:
+                return self.inner(owner._replace(steps=owner.steps[:-1]), "", (".", name))
+            if owner.kind == GLOBALS:
+                return self.load(Symbol(name, "outer", (name,)))
+        return super().item_of(owner, key)
+
     # --- instructions ---
+
+    def do_build_slice(self, instruction: dis.Instruction) -> None:
+        self.pop(instruction.arg or 2)
+        self.stack.append(_SLICE)
+
+    def do_binary_slice(self, _: dis.Instruction) -> None:
+        self.stack.append(self.pop(3)[0])  # 3.12
+
+    def do_match_keys(self, _: dis.Instruction) -> None:
+        of, keys = self.stack[-2:] if len(self.stack) > 1 else (None, None)
+        known = keys.steps[0] if keys is not None and keys.kind == "constant" else ()
+        items = [self.item_of(of, Symbol("", "constant", (key,))) for key in known]
+        self.stack.append(Symbol("", "constant", (_Built(items),)))
+
+    def do_return_value(self, _: dis.Instruction) -> None:
+        value = self.pop()[0]
+        for path in () if self.nested else _paths(value):
+            self.returns.setdefault(path)
 
     def do_get_iter(self, _: dis.Instruction) -> None:
         of = self.pop()[0]
@@ -133,6 +222,8 @@ class _Uses(Reader):
 
     def unpacked(self, of: Symbol | None, count: int) -> list[Symbol | None]:
         """What a tuple leads to, from the first item on."""
+        if (items := _built(of)) is not None:
+            return [*items, *[None] * count][:count]
         if of is None or of.kind == "constant":
             return [None] * count
         if of.kind == COUNTED:
@@ -153,9 +244,9 @@ class _Uses(Reader):
     def do_before_with(self, _: dis.Instruction) -> None:
         manager = self.pop()[0]
         for name in ("__enter__", "__exit__"):
-            method = None if manager is None else (*manager.steps, (".", name))
-            if method is not None and manager is not None and manager.kind not in _ZIPPED:
-                self.note(CALL, Symbol("", "inner", method))
+            method = self.inner(manager, "", (".", name))
+            if method is not None:
+                self.note(CALL, method)
         self.stack += [None, manager]  # what most of them return
 
     def do_kw_names(self, instruction: dis.Instruction) -> None:
@@ -172,7 +263,17 @@ class _Uses(Reader):
             return
         names, self.keywords = self.keywords, ()
         self.note(CALL, called, tuple(taken[2:]), names)
+        self.updates(called, names, len(taken) - 2 > len(names))
         self.stack.append(self.result(called, taken[2:]))
+
+    def updates(self, called: Symbol | None, names: tuple[str, ...], others: bool) -> None:
+        """x.__dict__.update(n=1)"""
+        steps = () if called is None else called.steps
+        if steps[-2:] == (_DICT, (".", "update")):
+            for name in names:
+                self.note(STORE, Symbol("", "inner", (*steps[:-2], (".", name))))
+            if others:
+                self.note(FILL, Symbol("", "inner", steps[:-1]))
 
     def do_make_function(self, instruction: dis.Instruction) -> None:
         """A comprehension goes over what it is called with."""
@@ -222,30 +323,66 @@ class _Uses(Reader):
         self.stack.append(None)
 
     def result(self, called: Symbol | None, given: list[Symbol | None]) -> Symbol | None:
-        if called is None:
+        if called is None or called.kind == "constant":
             return None
-        last = called.steps[-1]
+        if isinstance(called.steps[0], Either):
+            alone = [Symbol("", "inner", path) for path in _paths(called)]
+            return _one_of(self.result(each, given) for each in alone)
         if called.steps == ("super",):
             return Symbol(SUPER, "inner", (SUPER,))
-        if isinstance(last, tuple) and last[0] == "." and last[1] in _LEADS:
-            owner = Symbol("", "inner", called.steps[:-1])
-            return owner if last[1] in ("items", "values") else self.item_of(owner, None)
-        if called.steps == ("getattr",) and len(given) > 1 and given[0] and given[1]:
-            name = given[1].steps[0] if given[1].kind == "constant" else None
-            at = (*given[0].steps, (".", name))
-            return Symbol("", "inner", at) if isinstance(name, str) else None
-        if called.steps == ("zip",):
+        last = called.steps[-1]
+        if isinstance(last, tuple) and last[0] == ".":
+            return self.result_of_method(called, last[1], given)
+        if len(called.steps) == 1 and isinstance(last, str) and last in _RESULTS:
+            return self.result_of_builtin(last, given)
+        return self.returned(called.steps, "", given)
+
+    def result_of_method(
+        self, called: Symbol, name: str, given: list[Symbol | None]
+    ) -> Symbol | None:
+        owner = Symbol("", "inner", called.steps[:-1])
+        if name == "get":
+            return self.inner(owner, "", ("[", GOT))
+        if name in _LEADS:
+            return owner if name in ("items", "values") else self.item_of(owner, None)
+        if name == "choice" and given:
+            return self.item_of(given[0], None)  # random.choice(list)
+        if writes(name):
+            return owner  # x.mul_(2).add_(1)
+        return self.returned(owner.steps, name, given)
+
+    def result_of_builtin(self, name: str, given: list[Symbol | None]) -> Symbol | None:
+        first = given[0] if given else None
+        if name == "zip":
             return Symbol("", ZIP, tuple(given)) if given else None
-        if len(called.steps) == 1 and last in _PASSES and given:
-            counts = last == "enumerate" and given[0] is not None and given[0].kind == ZIP
-            return Symbol("", COUNTED, given[0].steps) if counts and given[0] else given[0]
-        if isinstance(last, tuple) and writes(last[1] if isinstance(last[1], str) else ""):
-            return Symbol("", "inner", called.steps[:-1])  # x.mul_(2).add_(1)
+        if name == "globals":
+            return Symbol("", GLOBALS, ("globals()",))
+        if first is None or (first.kind == "constant" and _built(first) is None):
+            return None
+        if name == "getattr" and len(given) > 1 and given[1] and first.kind != "constant":
+            key = given[1].steps[0] if given[1].kind == "constant" else None
+            return self.inner(first, "", (".", key)) if isinstance(key, str) else None
+        if name == "type" and len(given) == 1:
+            return self.inner(first, "", (".", "__class__"))
+        if name in _PICKS:
+            return self.item_of(first, None)
+        if name in _PASSES:
+            counts = name == "enumerate" and first.kind == ZIP
+            return Symbol("", COUNTED, first.steps) if counts else first
         return None
+
+    def returned(self, steps: Steps, name: str, given: list[Symbol | None]) -> Symbol | None:
+        """What a function gives back, with the arguments that are no results themselves: paths
+        stay short."""
+        if calls_in(steps) >= _CALLS:
+            return None
+        known = (None if is_unnamed(s) or s is None or s.kind == "constant" else s for s in given)
+        paths = tuple(None if s is None or s.kind in _ZIPPED else s.steps for s in known)
+        return Symbol("", "inner", (*steps, (RETURNED, (name, paths))))
 
     def do_load_attr(self, instruction: dis.Instruction) -> None:
         owner = self.stack[-1] if self.stack else None
-        if owner is None and writes(instruction.argval):
+        if is_unnamed(owner) and writes(instruction.argval):
             self.fills_locals = True
         super().do_load_attr(instruction)
 
@@ -254,8 +391,8 @@ class _Uses(Reader):
     # --- stores ---
 
     def do_store_subscr(self, _: dis.Instruction) -> None:
-        _value, owner, _key = self.pop(3)
-        self.note(FILL, owner)
+        _value, owner, key = self.pop(3)
+        self.item(owner, key, "")
 
     def store_name(self, opname: str, name: str) -> None:
         value = self.pop()[0]
@@ -269,10 +406,15 @@ class _Uses(Reader):
             self.note(STORE, Symbol(path, "outer", (path,)))
 
     def attribute(self, owner: Symbol | None, name: str, value: Symbol | None, do: str) -> None:
-        if owner is not None and owner.kind != "constant":
-            self.note(STORE, Symbol("", "inner", (*owner.steps, (".", name))))
+        for path in _paths(owner):
+            self.note(STORE, Symbol("", "inner", (*path, (".", name))))
 
     def item(self, owner: Symbol | None, key: Symbol | None, do: str) -> None:
+        if owner is not None and (owner.kind == GLOBALS or owner.steps[-1:] == (_DICT,)):
+            at = self.item_of(owner, key)
+            if at is not None and at.steps[-1] != ("[", ANY):
+                self.note(STORE, at)
+                return
         self.note(FILL, owner)
 
 
@@ -286,7 +428,12 @@ def uses_of(code: types.CodeType) -> Uses:
     if known is not None and known[0]() is code:
         return known[1]
     reader = _Uses(code)
-    uses = Uses(tuple(dict.fromkeys(reader.uses)), tuple(reader.loads), reader.fills_locals)
+    uses = Uses(
+        tuple(dict.fromkeys(reader.uses)),
+        tuple(reader.loads),
+        tuple(reader.returns),
+        reader.fills_locals,
+    )
     if len(_KNOWN) >= _CODES:
         _KNOWN.clear()
     _KNOWN[id(code)] = (weakref.ref(code), uses)
@@ -297,11 +444,16 @@ __all__ = [
     "ANY",
     "CALL",
     "FILL",
+    "GOT",
     "NEUTRAL",
+    "RETURNED",
     "STORE",
     "SUPER",
+    "Either",
     "Use",
     "Uses",
+    "calls_in",
+    "is_unnamed",
     "items_of",
     "uses_of",
     "writes",
