@@ -6,6 +6,7 @@ Nothing is evaluated: no property, no method of the user's.
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import types
 import weakref
@@ -49,6 +50,7 @@ _VIEWS = frozenset(
     "detach flatten narrow numpy ravel reshape select squeeze unsqueeze view".split()
 )
 _PLAIN_ONES = frozenset(map(id, PLAIN))  # a metaclass may have an == of its own
+_CACHED = type(functools.lru_cache(None)(len))
 EMPTY = object()  # the value of a variable that has none
 
 
@@ -187,6 +189,8 @@ class Frame:
         if isinstance(spot.value, torch.Tensor) or is_array(spot.value):
             return [spot] if name in _VIEWS else []
         first, function = _callee(spot, name)
+        if is_a(function, _CACHED):
+            return [whole(value) for value in _results(function)]
         return self._returned(function, first, paths)
 
     def _returned(self, function: Any, first: Spot | None, paths: Steps) -> list[Spot]:
@@ -205,6 +209,12 @@ class Frame:
                 if path[0] in given or path[0] not in names:
                     found += frame.resolve(path)
         return found[:ITEMS]
+
+
+def _results(cached: Any) -> list[Any]:
+    """What functools.cache() keeps of a function; one with a limit (`maxsize`) hides it."""
+    held = [v for v in gc.get_referents(cached) if type(v) is dict and "__wrapped__" not in v]
+    return [v for results in held for v in islice(results.values(), ITEMS)]
 
 
 def _callee(spot: Spot, name: str) -> tuple[Spot | None, Any]:

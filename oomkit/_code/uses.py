@@ -361,7 +361,8 @@ class _Uses(Reader):
             return None
         if name == "getattr" and len(given) > 1 and given[1] and first.kind != "constant":
             key = given[1].steps[0] if given[1].kind == "constant" else None
-            return self.inner(first, "", (".", key)) if isinstance(key, str) else None
+            found = self.inner(first, "", (".", key)) if isinstance(key, str) else None
+            return _one_of([found, *given[2:]])  # or its default
         if name == "type" and len(given) == 1:
             return self.inner(first, "", (".", "__class__"))
         if name in _PICKS:

@@ -261,6 +261,26 @@ def what_a_function_passes_on(o: Any) -> None:
     passed_on(o.first).n += 1
 
 
+@functools.cache
+def kept() -> Any:
+    return Meter()
+
+
+def kept_anew() -> Any:
+    kept.cache_clear()
+    return kept()  # one that a failed attempt makes stays
+
+
+@idiom(kept_anew, lambda o: o.state())
+def what_a_cached_function_returns(o: Any) -> None:
+    kept().add(1)
+
+
+@idiom(several, _meters)
+def default_of_an_attribute(o: Any) -> None:
+    getattr(o, "unknown", o.first).add(1)
+
+
 # --- methods that are given to functions ---
 
 
