@@ -138,6 +138,8 @@ class Places:
             what = EACH
         elif not isinstance(value, CONTAINERS) and not is_array(value):
             return
+        if what == GROWS and spot.kind in (OBJECT, ARGUMENT, KEYWORD):
+            what = CONTENT  # no name leads to it from which its end could be taken off
         if spot.kind == ITEM and spot.parent is not None and spot.parent.kind != OBJECT:
             if isinstance(spot.parent.value, (*CONTAINERS, tuple)):
                 self.mark(spot.parent, EACH)

@@ -156,6 +156,9 @@ class Frame:
         """What a name means in the function; its value may be EMPTY."""
         if name in self.given:
             return self.given[name]
+        default = _default(self.function, name)
+        if isinstance(default, CONTAINERS):
+            return whole(default, name)  # the same one in each call
         for free, cell in function_cells(self.function):
             if free == name:
                 return cell
@@ -209,6 +212,14 @@ class Frame:
                 if path[0] in given or path[0] not in names:
                     found += frame.resolve(path)
         return found[:ITEMS]
+
+
+def _default(function: types.FunctionType, name: str) -> Any:
+    code, defaults = function.__code__, function.__defaults__ or ()
+    if name in (function.__kwdefaults__ or {}):
+        return (function.__kwdefaults__ or {})[name]
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return defaults[names.index(name)] if name in names else None
 
 
 def _results(cached: Any) -> list[Any]:

@@ -276,6 +276,36 @@ def what_a_cached_function_returns(o: Any) -> None:
     kept().add(1)
 
 
+@functools.cache
+def kept_list() -> Any:
+    return []
+
+
+def kept_list_anew() -> Any:
+    kept_list.cache_clear()
+    return kept_list()
+
+
+@idiom(kept_list_anew, list)
+def list_that_a_cached_function_returns(o: Any) -> None:
+    kept_list().append(1)
+
+
+def remembers(value: int, memory: list[int] = []) -> list[int]:  # noqa: B006
+    memory.append(value)
+    return memory
+
+
+def forget() -> Any:
+    remembers(0).clear()
+    return remembers(0)
+
+
+@idiom(forget, list)
+def list_that_is_a_default(o: Any) -> None:
+    remembers(1)
+
+
 @idiom(several, _meters)
 def default_of_an_attribute(o: Any) -> None:
     getattr(o, "unknown", o.first).add(1)
