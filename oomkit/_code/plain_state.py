@@ -547,9 +547,9 @@ def _has_attribute(container: Any, name: str) -> bool:
 
 
 def _has_method(value: Any, name: str) -> bool:
-    if isinstance(value, (torch.Tensor, *CONTAINERS)) or is_stream(value):
-        return True  # what it does is known by its name
     found = undecorated(in_class(value if isinstance(value, type) else type(value), name))
+    if isinstance(value, (torch.Tensor, *CONTAINERS)) or is_stream(value):
+        return found is not None  # what it does is known by its name
     return isinstance(found, (types.FunctionType, classmethod, staticmethod))
 
 

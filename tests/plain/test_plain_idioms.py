@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import oomkit
+from oomkit._code.plain_state import places
 from oomkit._code.uses import uses_of
 from oomkit.testing import inject_oom
 
@@ -496,6 +497,26 @@ def test_a_failed_attempt_leaves_nothing(name: str, phase: str, call: int) -> No
     _run(oomkit.auto_batch(ours.step), call, phase)
     assert IDIOMS[name].state(ours.thing) == expected
     _compare(ours.model, plain.model)
+
+
+def test_what_is_only_read_has_no_place() -> None:
+    """A healthy call pays for each place."""
+    owner, settings = Owner(), AttrDict(rate=0.1, inner=AttrDict(n=1), names=["a"])
+    model = nn.Linear(4, 2)
+
+    def read(*values: Any) -> Any:
+        return values
+
+    def step(x: torch.Tensor) -> None:
+        read(settings.rate, settings.inner.n, settings.get("rate"), settings.names)
+        read(owner.meter("a").n, owner.main.seen, type(owner).__name__, owner.__dict__["_meters"])
+        for name in settings.names if x.ndim else settings.inner:
+            read(min(owner._meters), name)
+        out = model(x) if settings.rate else model(x * 2)
+        read(map(read, settings.names), sorted(settings.names, key=len))
+        out.mean().backward()
+
+    assert places(step, (torch.zeros(2, 4),), {}, False, []) in (None, ((), ()))
 
 
 class Part(nn.Module):
