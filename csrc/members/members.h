@@ -51,7 +51,7 @@ typedef struct oomkit_seen_dict {
 /* Of an optimizer, from call to call. */
 typedef struct oomkit_kept {
     void *layout;           /* memory without references: see optimizer_mark.c */
-    PyObject *groups;       /* owned: copies of its groups, or NULL: hyperparams.c */
+    PyObject *groups;       /* owned: its groups as they were, or NULL: groups.c */
     oomkit_seen_dict *seen; /* the groups that these are of */
 } oomkit_kept;
 

@@ -79,7 +79,8 @@ oomkit_updated(oomkit_call *call, oomkit_memo **found)
     oomkit_memo_drop(found);
     EACH_MEMO (mark, marks->user) {
         if (PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer) &&
-            updated_groups(call, mark.object, mark.saved, found) < 0) {
+            updated_groups(call, mark.object, oomkit_hyperparams_copies(mark.saved),
+                           found) < 0) {
             return -1;
         }
     }

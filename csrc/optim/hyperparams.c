@@ -1,141 +1,7 @@
-/* Learning rates and other plain values of optimizers, and where schedulers are: saved
- * at entry, put back after a failure, and the same for every micro-batch of a split
- * call. */
+/* Learning rates and other plain values of optimizers, and where schedulers are: the
+ * same for every micro-batch of a split call. */
 #include "optim.h"
 #include "../py/tensor.h"
-
-static int
-visit_tensor(PyObject *value, void *st)
-{
-    return oomkit_tensor_check(st, value);
-}
-
-/* Copies of an optimizer's param_groups: learning rates and other plain values; tensors
- * among them (lr=torch.tensor(...)) by value, the parameters by reference. *plain goes
- * where there are any. */
-static PyObject *
-group_copy(oomkit_state *st, PyObject *group, int *plain)
-{
-    PyObject *key, *value; /* borrowed */
-    OWNED PyObject *copy = PyDict_Copy(group);
-    Py_ssize_t at = 0;
-
-    if (copy == NULL || !Py_TYPE(copy)->tp_traverse(copy, visit_tensor, st)) {
-        return STEAL(copy); /* asked as the collector asks: a fifth of PyDict_Next() */
-    }
-    *plain = 0;
-    while (PyDict_Next(group, &at, &key, &value)) {
-        OWNED PyObject *clone = NULL;
-        if (!oomkit_tensor_check(st, value)) {
-            continue;
-        }
-        clone = oomkit_host_copy(st, value);
-        if (clone == NULL || PyDict_SetItem(copy, key, clone) < 0) {
-            return NULL;
-        }
-    }
-    return STEAL(copy);
-}
-
-static PyObject *
-groups_copy(oomkit_state *st, PyObject *groups, int *plain)
-{
-    OWNED PyObject *copies = PyList_New(0);
-    Py_ssize_t i;
-
-    for (i = 0; copies != NULL && PyList_Check(groups) && i < PyList_GET_SIZE(groups);
-         i++) {
-        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
-        OWNED PyObject *copy =
-            PyDict_Check(group) ? group_copy(st, group, plain) : PyDict_New();
-        if (copy == NULL || PyList_Append(copies, copy) < 0) {
-            return NULL;
-        }
-    }
-    return STEAL(copies);
-}
-
-PyObject *
-oomkit_hyperparams_copy(oomkit_state *st, PyObject *optimizer)
-{
-    OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
-    int plain = 1;
-
-    return groups == NULL ? NULL : groups_copy(st, groups, &plain);
-}
-
-PyObject *
-oomkit_hyperparams_kept(const oomkit_owner *owner, PyObject *groups)
-{
-    PyObject *copies = owner == NULL ? NULL : owner->kept.groups; /* borrowed */
-    Py_ssize_t i;
-
-    if (copies == NULL || !PyList_Check(groups) ||
-        PyList_GET_SIZE(groups) != PyList_GET_SIZE(copies)) {
-        return NULL;
-    }
-    for (i = 0; i < PyList_GET_SIZE(groups); i++) {
-        const oomkit_seen_dict *seen = &owner->kept.seen[i];
-        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
-        if (group != seen->dict || !PyDict_Check(group) ||
-            oomkit_dict_tag(group) != seen->tag) {
-            return NULL;
-        }
-    }
-    return Py_NewRef(copies);
-}
-
-/* Keeps copies without tensors until a group has changed: most never do, or where a
- * scheduler sets a rate. What could not be kept is copied again. */
-static void
-groups_keep(oomkit_owner *owner, PyObject *groups, PyObject *copies)
-{
-    const Py_ssize_t count = PyList_GET_SIZE(copies);
-    oomkit_seen_dict *seen = PyMem_Realloc(
-        owner->kept.seen, (size_t)(count > 0 ? count : 1) * sizeof(*seen));
-    Py_ssize_t i;
-
-    if (seen == NULL) {
-        return;
-    }
-    owner->kept.seen = seen;
-    for (i = 0; i < count; i++) {
-        PyObject *group = PyList_GET_ITEM(groups, i); /* borrowed */
-        const uint64_t tag = PyDict_Check(group) ? oomkit_dict_tag(group) : 0;
-        if (tag == 0) {
-            return;
-        }
-        seen[i] = (oomkit_seen_dict){group, tag};
-    }
-    owner->kept.groups = Py_NewRef(copies);
-}
-
-PyObject *
-oomkit_hyperparams_mark(const oomkit_call *call, PyObject *optimizer)
-{
-    OWNED PyObject *groups =
-        oomkit_optimizer_attribute(optimizer, call->st->str_param_groups);
-    oomkit_owner *owner = /* borrowed */
-        oomkit_optimizer_among(call->parts, optimizer);
-    PyObject *copies; /* owned, returned */
-    int plain = 1;
-
-    if (groups == NULL) {
-        return NULL;
-    }
-    copies = oomkit_hyperparams_kept(owner, groups);
-    if (copies == NULL && owner != NULL) {
-        Py_CLEAR(owner->kept.groups);
-    }
-    if (copies == NULL) {
-        copies = groups_copy(call->st, groups, &plain);
-        if (copies != NULL && plain && owner != NULL && PyList_Check(groups) &&
-            owner->kept.groups == NULL) {
-            groups_keep(owner, groups, copies);
-        }
-    }
-    return copies;
-}
 
 /* Are two values of a group equal? What cannot be compared counts as changed. */
 static int
@@ -227,52 +93,6 @@ oomkit_hyperparams_changed(oomkit_call *call, PyObject *optimizer, PyObject **na
                                 PyList_GET_ITEM(copies, g), name);
     }
     return changed;
-}
-
-/* Puts the values back; a tensor keeps its identity. */
-static int
-group_restore(oomkit_state *st, PyObject *group, PyObject *copy)
-{
-    PyObject *key, *was; /* borrowed */
-    Py_ssize_t at = 0;
-
-    while (PyDict_Next(copy, &at, &key, &was)) {
-        PyObject *now = PyDict_GetItemWithError(group, key); /* borrowed */
-        if (now == NULL && PyErr_Occurred()) {
-            return -1;
-        }
-        if (now != NULL && oomkit_tensor_check(st, now) &&
-            oomkit_tensor_check(st, was)) {
-            OWNED PyObject *done = PyObject_CallMethodOneArg(now, st->str_copy, was);
-            if (done == NULL) {
-                return -1;
-            }
-        } else if (now != was && PyDict_SetItem(group, key, was) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-int
-oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies)
-{
-    OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
-    Py_ssize_t i;
-
-    if (groups == NULL) {
-        return -1;
-    }
-    for (i = 0; PyList_Check(groups) && i < PyList_GET_SIZE(groups) &&
-                i < PyList_GET_SIZE(copies);
-         i++) {
-        if (PyDict_Check(PyList_GET_ITEM(groups, i)) &&
-            group_restore(st, PyList_GET_ITEM(groups, i), PyList_GET_ITEM(copies, i)) <
-                0) {
-            return -1;
-        }
-    }
-    return 0;
 }
 
 static int
@@ -369,7 +189,7 @@ value_is_late(oomkit_call *call, const late_groups *late, Py_ssize_t g, PyObject
 static PyObject *
 groups_set_late(oomkit_call *call, PyObject *groups, const late_groups *late)
 {
-    OWNED PyObject *now = groups_copy(call->st, groups, &(int){1}); /* nobody else's */
+    OWNED PyObject *now = oomkit_groups_copy(call->st, groups);
     Py_ssize_t g;
 
     for (g = 0;

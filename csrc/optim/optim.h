@@ -30,17 +30,31 @@ oomkit_scale_note(oomkit_call *call, PyObject *scaler);
 int
 oomkit_scale_fell(const oomkit_call *call);
 
-/* --- hyperparams.c --- */
+/* --- groups.c --- */
+/* Copies of groups, or of an optimizer's: values, one dictionary for each. */
+PyObject *
+oomkit_groups_copy(oomkit_state *st, PyObject *groups);
 PyObject *
 oomkit_hyperparams_copy(oomkit_state *st, PyObject *optimizer);
-/* The same at entry: kept ones, where no group has changed since. */
+/* An optimizer's groups at entry, for oomkit_hyperparams_restore(); the same as before,
+ * where nothing in them has changed since. */
 PyObject *
 oomkit_hyperparams_mark(const oomkit_call *call, PyObject *optimizer);
+/* The copies among that, borrowed from it. */
+PyObject *
+oomkit_hyperparams_copies(PyObject *entry);
 /* Kept copies of these groups. New reference; NULL, never with an exception. */
 PyObject *
 oomkit_hyperparams_kept(const oomkit_owner *owner, PyObject *groups);
+/* Values of the groups that are there now and were at entry, as they were. 0 or -1. */
 int
-oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *copies);
+oomkit_hyperparams_again(oomkit_state *st, PyObject *optimizer, PyObject *entry);
+/* And which groups there were, with the values, the parameters and the lists that they
+ * had. Can be done again. 0 or -1. */
+int
+oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *entry);
+
+/* --- hyperparams.c --- */
 int
 oomkit_hyperparams_note(oomkit_call *call, PyObject *optimizer);
 int

@@ -198,7 +198,7 @@ oomkit_owners_again(oomkit_call *call)
     }
     EACH_MEMO (mark, call->entry.owners.user) {
         if (PyObject_TypeCheck(mark.object, (PyTypeObject *)call->st->Optimizer) &&
-            oomkit_hyperparams_restore(call->st, mark.object, mark.saved) < 0) {
+            oomkit_hyperparams_again(call->st, mark.object, mark.saved) < 0) {
             return -1;
         }
     }

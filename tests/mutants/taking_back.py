@@ -271,7 +271,7 @@ MUTANTS = [
     Mutant(
         "old-rate-believed",
         "a learning rate that was set between two calls is what is put back",
-        "csrc/optim/hyperparams.c",
+        "csrc/optim/groups.c",
         "            oomkit_dict_tag(group) != seen->tag) {",
         "            0) {",
         ("optim/test_kept_marks.py::"
