@@ -47,6 +47,7 @@ from .spots import (
     is_stream,
     own_of,
     parts_of,
+    per_group,
     streams_of,
     variable,
     whole,
@@ -246,6 +247,8 @@ class Places:
         if isinstance(value, CONTAINERS) or (isinstance(value, torch.Tensor) and name == "data"):
             self.fill(owner)  # a dict whose items are its attributes
         if isinstance(value, (torch.Tensor, *OWN_RULES)) or name == "grad":
+            if per_group(value, name):
+                self.mark(Spot(owner, ATTRIBUTE, name, own_of(value)[name]), BIND)
             return
         if isinstance(value, CONTAINERS) and not _has_attribute(value, name):
             return

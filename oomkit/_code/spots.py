@@ -54,6 +54,12 @@ _CACHED = type(functools.lru_cache(None)(len))
 EMPTY = object()  # the value of a variable that has none
 
 
+def per_group(owner: Any, name: str) -> bool:
+    """A list of a scheduler, as of the first rates: a step that adds a group adds to it, too."""
+    scheduler = isinstance(owner, torch.optim.lr_scheduler.LRScheduler)
+    return scheduler and type(own_of(owner).get(name)) is list
+
+
 class Spot:
     """A place, and what is there now."""
 
@@ -280,7 +286,7 @@ def _attribute(spot: Spot, name: str) -> list[Spot]:
             return []
         return [Spot(whole(kind), ATTRIBUTE, name, vars(kind)[name])]
     if isinstance(value, OWN_RULES):
-        return []
+        return [Spot(spot, ATTRIBUTE, name, own_of(value)[name])] if per_group(value, name) else []
     own = own_of(value)
     if name in own:
         return [Spot(spot, ATTRIBUTE, name, own[name])]
