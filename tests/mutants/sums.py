@@ -614,4 +614,41 @@ MUTANTS = [
             "::test_a_number_that_was_0_when_proven_is_settled_by_the_next_proof[False-mean]",
         ),
     ),
+    Mutant(
+        "argument-of-a-product-alike",
+        "a factor that becomes a tensor in the first argument of a product is seen",
+        "csrc/hook/graph_walk.c",
+        "(uint64_t)(frame->next < ARGUMENTS ? frame->next : ARGUMENTS)",
+        "(uint64_t)0",
+        (
+            "proof/test_proof_again.py"
+            "::test_a_factor_that_is_computed_from_a_call_on_is_refused_there[k * reg-2]",
+        ),
+    ),
+    Mutant(
+        "later-gradients-not-compared",
+        "gradients are compared where a later call is verified",
+        "csrc/proof/proof.c",
+        "(cut && p->call->options->verify != OOMKIT_VERIFY_WARN",
+        "(0 && cut",
+        (
+            "proof/test_proof_again.py::test_a_factor_of_elements_is_refused_where_it_is_verified[2]",
+        ),
+    ),
+    Mutant(
+        "switched-once-unseen",
+        "a switch that the first micro-batch alone makes is refused",
+        "csrc/undo/flags.c",
+        "    if (switches_lack(call, &s->computed, 0, &which) <= 0) {",
+        "    if (1) {",
+        ("undo/test_switches.py::test_what_is_switched_once_stays_or_is_refused[eval-before-2]",),
+    ),
+    Mutant(
+        "switched-once-lost",
+        "what the first micro-batch alone has switched behind the update stays",
+        "csrc/undo/flags.c",
+        "? switches_lack(call, &s->left, 1, NULL)",
+        "? 0",
+        ("undo/test_switches.py::test_what_is_switched_once_stays_or_is_refused[eval-behind-2]",),
+    ),
 ]

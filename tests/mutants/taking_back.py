@@ -427,4 +427,21 @@ MUTANTS = [
         ("plain/test_what_proofs_put_back.py::"
          "test_what_is_kept_once_per_batch_in_long_containers[deque-3000]",),
     ),
+    Mutant(
+        "resized-buffers-stay",
+        "a buffer that an attempt has resized goes back to its shape",
+        "csrc/undo/buffers.c",
+        "if (!buffer_copy_fits(call->st, copy, &facts) && facts.is_strided) {",
+        "if (0) {",
+        ("undo/test_rollback_rest.py::test_a_buffer_that_the_first_forward_resizes[forward]",),
+    ),
+    Mutant(
+        "added-groups-stay",
+        "a group that an attempt has added to an optimizer goes",
+        "csrc/optim/groups.c",
+        "    if (groups_restore(st, optimizer, entry) < 0 ||",
+        "    if (0 ||",
+        ("optim/test_groups_back.py::test_a_group_that_the_step_adds_is_there_once_and_is_trained"
+         "[sgd-no scheduler-0-backward]",),
+    ),
 ]  # fmt: skip

@@ -369,3 +369,56 @@ def test_a_step_that_needs_its_graph_goes_on_in_micro_batches_of_one_row(kind: s
         assert step.records[1].accumulation_steps == (8 if fails else 1)
         found.append([*model.parameters()])
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+FACTORS = {
+    "k * reg": lambda ce, reg, k: ce + k * reg,
+    "reg * k": lambda ce, reg, k: ce + reg * k,
+    "lerp": lambda ce, reg, k: torch.lerp(ce, reg, k),
+    "dot": lambda ce, reg, k: torch.stack([ce, reg]) @ torch.stack([torch.ones_like(ce), k]),
+}
+
+
+def _balanced(form: str, first: int, scalar: bool) -> Any:
+    """Two losses, the second of which is made as large as the first from that call on: the value
+    of their sum is the sum of the micro-batches' all the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor, call: int) -> None:
+        out = model(x)
+        ce, reg = F.cross_entropy(out, y), out.square().mean()
+        begun = 0.1 if scalar else torch.tensor(0.1, dtype=ce.dtype)
+        k = begun if call < first else (ce / reg).detach()
+        optimizer.zero_grad()
+        FACTORS[form](ce, reg, k).backward()
+        optimizer.step()
+
+    return step, model
+
+
+def _refused_at(step: Any, model: nn.Module, calls: int) -> int:
+    for call in range(calls):
+        before = [p.detach().clone() for p in model.parameters()]
+        x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
+        try:
+            with inject_oom(nth=1, phase="forward") if call == 0 else nullcontext():
+                step(x, y, call)
+        except oomkit.SplitError:
+            assert all(map(torch.equal, before, model.parameters()))
+            return call
+    return calls
+
+
+@pytest.mark.parametrize("first", [2, 5])
+@pytest.mark.parametrize("form", ["k * reg", "reg * k", "lerp"])
+def test_a_factor_that_is_computed_from_a_call_on_is_refused_there(form: str, first: int) -> None:
+    assert _refused_at(*_balanced(form, first, scalar=True), 8) == first
+
+
+@pytest.mark.parametrize("first", [2, 3, 5])
+def test_a_factor_of_elements_is_refused_where_it_is_verified(first: int) -> None:
+    """By its gradients, for its value is that of its parts."""
+    assert first <= _refused_at(*_balanced("dot", first, scalar=False), 12) <= 2 * first
