@@ -289,6 +289,7 @@ typedef struct oomkit_stale {
 typedef struct oomkit_flags {
     PyObject *training;     /* owned: dict as call->entry.flags, or NULL */
     uint8_t *requires_grad; /* of each parameter, or NULL */
+    Py_ssize_t count;       /* of these: more may be found until the call ends */
 } oomkit_flags;
 
 /* undo: what the first micro-batch has switched of them. */

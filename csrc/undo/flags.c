@@ -186,6 +186,7 @@ oomkit_flags_read(oomkit_call *call, oomkit_flags *now)
     Py_ssize_t at = 0;
 
     now->requires_grad = flags_now(call->st, call->parts);
+    now->count = call->parts->param_count;
     now->training = PyDict_New();
     if (now->requires_grad == NULL || now->training == NULL) {
         return -1;
@@ -266,14 +267,16 @@ switch_of_module(const oomkit_call *call, PyObject *address, PyObject *pair, int
 
 /* The same of parameters. */
 static int
-switch_of_params(oomkit_call *call, const uint8_t *first, int fills, PyObject **which)
+switch_of_params(oomkit_call *call, const oomkit_flags *first, int fills,
+                 PyObject **which)
 {
     OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
     const uint8_t *entry = oomkit_params_flags(call, 0);
     Py_ssize_t i;
 
-    for (i = 0; now != NULL && i < call->parts->param_count; i++) {
-        if (first[i] == entry[i] || now[i] != entry[i]) {
+    for (i = 0; now != NULL && i < call->parts->param_count && i < first->count; i++) {
+        const uint8_t then = first->requires_grad[i];
+        if (then == entry[i] || now[i] != entry[i]) {
             continue;
         }
         if (!fills) {
@@ -281,7 +284,7 @@ switch_of_params(oomkit_call *call, const uint8_t *first, int fills, PyObject **
             return *which == NULL ? -1 : 1;
         }
         if (PyObject_SetAttr(call->parts->params[i], call->st->str_requires_grad,
-                             first[i] ? Py_True : Py_False) < 0) {
+                             then ? Py_True : Py_False) < 0) {
             return -1;
         }
     }
@@ -306,7 +309,7 @@ switches_lack(oomkit_call *call, const oomkit_flags *first, int fills, PyObject 
         first->requires_grad == NULL) {
         return PyErr_Occurred() ? -1 : found;
     }
-    return switch_of_params(call, first->requires_grad, fills, which);
+    return switch_of_params(call, first, fills, which);
 }
 
 /* What a micro-batch is computed with. 0 or -1. */
@@ -359,6 +362,35 @@ switches_returned(oomkit_call *call, PyObject *result)
     return switches_ask(call);
 }
 
+/* What the first micro-batch was computed with is no switch behind that: its own code
+ * takes it back where it wants to. 0 or -1. */
+static int
+switches_behind(oomkit_call *call, oomkit_switches *s)
+{
+    PyObject *address, *pair; /* borrowed from the dict */
+    const uint8_t *entry = call->entry.versions ? oomkit_params_flags(call, 0) : NULL;
+    Py_ssize_t i, at = 0;
+
+    while (s->computed.training != NULL &&
+           PyDict_Next(s->computed.training, &at, &address, &pair)) {
+        PyObject *was = /* borrowed, as what it is compared with */
+            PyDict_GetItemWithError(call->entry.flags, address);
+        if (was == NULL || PyTuple_GET_ITEM(was, 1) == PyTuple_GET_ITEM(pair, 1)) {
+            continue;
+        }
+        if (PyDict_GetItemWithError(s->left.training, address) != NULL &&
+            PyDict_DelItem(s->left.training, address) < 0) {
+            return -1;
+        }
+    }
+    for (i = 0; entry != NULL && i < s->computed.count && i < s->left.count; i++) {
+        if (s->computed.requires_grad[i] != entry[i]) {
+            s->left.requires_grad[i] = entry[i];
+        }
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static int
 switches_end(oomkit_call *call, PyObject *result)
 {
@@ -367,7 +399,7 @@ switches_end(oomkit_call *call, PyObject *result)
     (void)result;
     if (call->cut->at == 0) {
         oomkit_flags_clear(&s->left);
-        return oomkit_flags_read(call, &s->left);
+        return oomkit_flags_read(call, &s->left) < 0 ? -1 : switches_behind(call, s);
     }
     return call->cut->at == call->cut->count - 1
                ? switches_lack(call, &s->left, 1, NULL)

@@ -105,7 +105,7 @@ class Proof:
         self._is_hidden = False
         self._orders = 0  # order_rows(): rows are put in order
         self._in_doubt = False  # see learn_terms()
-        self._hooked = False  # a loss has a hook, which may multiply it by anything
+        self._hooked = self.later = False  # a loss has a hook; a later call is verified
         self.draws = Draws()
         self.around = Around(params, step, self._roots)
         self._runs: dict[str, Run] = {}
@@ -443,7 +443,7 @@ class Proof:
         for i in {*whole, *made}:
             one, two, gap = norms[i], others[i], gaps[i]
             scale = max(one, two, run.parts.get(i, 0.0) if not where else 0.0)
-            limit = self._limit * scale + self._limit * _CANCELS * largest
+            limit = self._limit * (scale + (self.later or _CANCELS) * largest)
             if i in entry:  # sums on top of it are rounded to it
                 limit += self._limit * _CANCELS * values.norm(entry[i])
             if self.noise:

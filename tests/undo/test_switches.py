@@ -375,3 +375,29 @@ def test_an_evaluation_that_is_switched_once_is_refused(grads: bool) -> None:
 
     with torch.set_grad_enabled(grads), pytest.raises(oomkit.SplitError, match="does so once"):
         outputs(once, torch.randn(8, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["freeze", "train"])
+def test_what_the_last_micro_batch_switches_back_stays(kind: str) -> None:
+    """Each is computed with the switch, which the first one leaves."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.0), nn.Linear(6, 1)).double().eval()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        if kind == "freeze":
+            model[0].requires_grad_(False)
+        else:
+            model.train()
+        model(x).square().mean().backward()
+        current = oomkit.current()
+        if current is None or current.is_last:
+            model.requires_grad_(True)
+            model.eval()
+
+    for fails in (True, False):
+        x = torch.randn(8, 4, dtype=torch.float64)
+        with inject_oom(nth=1, phase="forward") if fails else nullcontext():
+            step(x)
+        assert step.records[-1].accumulation_steps == 2
+        assert not any(module.training for module in model.modules())
+        assert all(p.requires_grad for p in model.parameters())
