@@ -622,7 +622,7 @@ MUTANTS = [
         "(uint64_t)0",
         (
             "proof/test_proof_again.py"
-            "::test_a_factor_that_is_computed_from_a_call_on_is_refused_there[k * reg-2]",
+            "::test_a_factor_that_is_computed_from_a_call_on_is_refused_there[k * reg-5]",
         ),
     ),
     Mutant(
