@@ -247,9 +247,10 @@ switch_of_module(const oomkit_call *call, PyObject *address, PyObject *pair, int
     PyObject *then = PyTuple_GET_ITEM(pair, 1); /* borrowed */
     OWNED PyObject *module = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0));
     OWNED PyObject *now = NULL;
-    PyObject *entry = call->entry.flags == NULL /* borrowed from the dict */
-                          ? NULL
-                          : PyDict_GetItemWithError(call->entry.flags, address);
+    OWNED PyObject *entry = /* reading `training` may run code that switches it */
+        call->entry.flags == NULL
+            ? NULL
+            : Py_XNewRef(PyDict_GetItemWithError(call->entry.flags, address));
 
     if (module == NULL || entry == NULL || PyTuple_GET_ITEM(entry, 1) == then) {
         return PyErr_Occurred() ? -1 : 0;
@@ -341,10 +342,20 @@ switches_ask(oomkit_call *call)
     return -1;
 }
 
+static void
+switches_forget(oomkit_call *call)
+{
+    oomkit_flags_clear(&call->cut->switches.computed);
+    oomkit_flags_clear(&call->cut->switches.left);
+}
+
 static int
 switches_begin(oomkit_call *call)
 {
     call->cut->switches.asked = 0;
+    if (call->cut->at == 0) {
+        switches_forget(call); /* of another run of the same attempt, as in a proof */
+    }
     return 0;
 }
 
@@ -371,7 +382,7 @@ switches_behind(oomkit_call *call, oomkit_switches *s)
     const uint8_t *entry = call->entry.versions ? oomkit_params_flags(call, 0) : NULL;
     Py_ssize_t i, at = 0;
 
-    while (s->computed.training != NULL &&
+    while (s->computed.training != NULL && call->entry.flags != NULL &&
            PyDict_Next(s->computed.training, &at, &address, &pair)) {
         PyObject *was = /* borrowed, as what it is compared with */
             PyDict_GetItemWithError(call->entry.flags, address);
@@ -404,13 +415,6 @@ switches_end(oomkit_call *call, PyObject *result)
     return call->cut->at == call->cut->count - 1
                ? switches_lack(call, &s->left, 1, NULL)
                : 0;
-}
-
-static void
-switches_forget(oomkit_call *call)
-{
-    oomkit_flags_clear(&call->cut->switches.computed);
-    oomkit_flags_clear(&call->cut->switches.left);
 }
 
 const oomkit_rule oomkit_switches_rule = {.micro_begins = switches_begin,
