@@ -1,8 +1,10 @@
 /* Gradients that no backward of ours explains: set by hand, or by a backward that went
  * past us. While the batch is split they carry no weight and are not parked, so they
- * are looked for before every backward and update and at the end of a micro-batch. */
+ * are looked for before every backward and update and at the end of a micro-batch. And
+ * gradients that a backward leaves in another attribute than .grad. */
 #include "accum.h"
 #include "../call/call.h"
+#include "../members/members.h"
 #include "../py/tensor.h"
 #include "../undo/gradients.h"
 
@@ -110,10 +112,120 @@ stray_refuse(oomkit_call *call)
             : "");
 }
 
+/* --- beside .grad --- */
+
+/* Is this what gradients of a parameter are: as many values, or those for each row? Of
+ * a list the last one. 1 with *found (owned), 0 or -1. */
+static int
+beside_is_gradient(oomkit_state *st, PyObject *value, PyObject *param, PyObject **found)
+{
+    OWNED PyObject *shape = NULL, *of_row = NULL, *wanted = NULL;
+    int same;
+
+    if (PyList_CheckExact(value) && PyList_GET_SIZE(value) > 0) {
+        value = PyList_GET_ITEM(value, PyList_GET_SIZE(value) - 1);
+    }
+    if (!oomkit_tensor_check(st, value)) {
+        return 0;
+    }
+    value = *found = Py_NewRef(value); /* what is read below may run code */
+    shape = PyObject_GetAttr(value, st->str_shape);
+    wanted = shape == NULL ? NULL : PyObject_GetAttr(param, st->str_shape);
+    of_row = wanted == NULL ? NULL : PySequence_GetSlice(shape, 1, PY_SSIZE_T_MAX);
+    if (of_row == NULL) {
+        return -1;
+    }
+    same = PyObject_RichCompareBool(shape, wanted, Py_EQ);
+    return same == 0 ? PyObject_RichCompareBool(of_row, wanted, Py_EQ) : same;
+}
+
+/* One attribute of a parameter: its version is noted before the first micro-batch,
+ * `told` being NULL; behind a backward of it *told (owned) says which one has come or
+ * moved. 1 then, 0 or -1. */
+static int
+beside_attribute(oomkit_call *call, PyObject *param, PyObject *name, PyObject *value,
+                 PyObject **told)
+{
+    OWNED PyObject *found = NULL, *of = NULL;
+    PyObject *noted; /* borrowed */
+    uint32_t version;
+    int is = beside_is_gradient(call->st, value, param, &found);
+
+    if (is <= 0 || oomkit_tensor_version(call->st, found, &version) < 0) {
+        return is <= 0 ? is : -1;
+    }
+    if (told == NULL) {
+        return oomkit_memo_add(&call->cut->beside.noted, found,
+                               PyLong_FromUnsignedLong(version));
+    }
+    noted = oomkit_memo_find(call->cut->beside.noted, found);
+    if (noted != NULL && PyLong_AsUnsignedLong(noted) == version) {
+        return 0;
+    }
+    of = oomkit_describe_tensor(call, param);
+    *told = of == NULL ? NULL : PyUnicode_FromFormat("%R of %U", name, of);
+    return *told == NULL ? -1 : 1;
+}
+
+/* Of all parameters, and of those alone that have attributes. */
+static int
+beside_all(oomkit_call *call, PyObject **told)
+{
+    Py_ssize_t i, j;
+    int result = 0;
+
+    for (i = 0; result == 0 && i < call->parts->param_count; i++) {
+        OWNED PyObject *param = Py_NewRef(call->parts->params[i]);
+        OWNED PyObject *pairs = oomkit_own_attributes(param);
+        if (pairs == NULL) {
+            return PyErr_Occurred() ? -1 : 0;
+        }
+        for (j = 0; result == 0 && j + 1 < PyTuple_GET_SIZE(pairs); j += 2) {
+            result = beside_attribute(call, param, PyTuple_GET_ITEM(pairs, j),
+                                      PyTuple_GET_ITEM(pairs, j + 1), told);
+        }
+    }
+    return result;
+}
+
+static void
+beside_forget(oomkit_call *call)
+{
+    oomkit_memo_drop(&call->cut->beside.noted);
+}
+
 static int
 stray_micro_begins(oomkit_call *call)
 {
-    return call->split ? oomkit_grads_micro_begins(call) : 0;
+    if (!call->split || oomkit_grads_micro_begins(call) < 0) {
+        return call->split ? -1 : 0;
+    }
+    if (call->cut->at > 0) {
+        return 0;
+    }
+    beside_forget(call);
+    return beside_all(call, NULL);
+}
+
+/* Per-sample gradients, or sums of a library's own. 0, or -1 with SplitError. */
+static int
+stray_backward_ends(oomkit_call *call, const oomkit_backward *backward)
+{
+    OWNED PyObject *told = NULL;
+
+    (void)backward;
+    if (call->cut->at > 0 || beside_all(call, &told) == 0) {
+        return 0;
+    }
+    return told == NULL ? -1
+                        : oomkit_refuse_split(
+                              call,
+                              "its backward has left %U, for the rows of one "
+                              "micro-batch; oomkit adds up .grad alone, so an update "
+                              "that is made of anything else would be wrong. Split "
+                              "the batch as its library does (BatchMemoryManager of "
+                              "Opacus)" SEE("gradients-beside-grad"),
+                              told);
 }
 
 static int
@@ -131,7 +243,9 @@ stray_update(oomkit_call *call, oomkit_update *update)
 
 const oomkit_rule oomkit_stray_grads_rule = {.micro_begins = stray_micro_begins,
                                              .backward_begins = stray_backward,
-                                             .update_begins = stray_update};
+                                             .backward_ends = stray_backward_ends,
+                                             .update_begins = stray_update,
+                                             .attempt_ends = beside_forget};
 
 static int
 stray_micro_ends(oomkit_call *call, PyObject *result)

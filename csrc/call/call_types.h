@@ -277,6 +277,12 @@ typedef struct oomkit_unknown {
                         gradient, or NULL */
 } oomkit_unknown;
 
+/* accum: tensors like gradients that parameters have as attributes, with their versions
+ * before the first micro-batch. */
+typedef struct oomkit_beside {
+    oomkit_memo *noted;
+} oomkit_beside;
+
 /* accum: what was updated, and would be seen by a forward. */
 typedef struct oomkit_stale {
     int watched;          /* an update was due in this micro-batch */
@@ -424,6 +430,7 @@ typedef struct oomkit_cut {
     oomkit_scheduled scheduled;
     oomkit_stale stale;
     oomkit_switches switches;
+    oomkit_beside beside;
     PyObject *offload; /* of ladder, owned: saved tensors on the host, or NULL */
     int offloads;      /* ... on whichever rung: a run of a proof */
     PyObject

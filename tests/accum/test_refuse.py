@@ -179,6 +179,50 @@ def _past_autograd(where: str) -> Callable[[World], Step]:
     return make
 
 
+def _per_sample_gradients(w: World) -> Step:
+    """As by Opacus: an update that is made of the clipped gradient of each sample."""
+
+    given: dict[Any, torch.Tensor] = {}
+
+    def keep(layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        given[layer] = args[0].detach()
+
+    def each_sample(layer: Any, inner: Any, outer: Any) -> None:
+        layer.weight.grad_sample = torch.einsum("ni,nj->nij", outer[0], given[layer])
+        layer.bias.grad_sample = outer[0]
+
+    for layer in (w.critic[0], w.critic[2]):
+        layer.register_forward_hook(keep)
+        layer.register_full_backward_hook(each_sample)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        w.critic_opt.zero_grad()
+        w.critic(w.net(x).detach().requires_grad_()).mean().backward()
+        for p in w.critic.parameters():
+            each: Any = p.grad_sample  # type: ignore[attr-defined]
+            p.grad = (each / each.flatten(1).norm(dim=1).clamp(1).view(-1, *[1] * p.dim())).sum(0)
+        w.critic_opt.step()
+
+    return step
+
+
+def _main_gradients(w: World) -> Step:
+    """As by Megatron: sums in an attribute, of which the update is made."""
+    for p in w.critic.parameters():
+        p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
+        p.register_hook(lambda gradient, p=p: p.main_grad.add_(gradient))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        for p in w.critic.parameters():
+            p.main_grad.zero_()  # type: ignore[attr-defined]
+        w.critic(w.net(x).detach()).mean().backward()
+        for p in w.critic.parameters():
+            p.grad = p.main_grad.clone()  # type: ignore[attr-defined]
+        w.critic_opt.step()
+
+    return step
+
+
 CASES = {
     "gan": Case(_gan, "Sequential is called at .* after its update at"),
     "gan as methods": Case(_gan_as_methods, "Sequential is called at .* after its update at"),
@@ -202,6 +246,10 @@ CASES = {
     "past autograd, cleared": Case(
         _past_autograd("cleared"), "by hand, or by a backward", line=False
     ),
+    "per-sample gradients": Case(
+        _per_sample_gradients, "backward has left 'grad_sample' of parameter", line=False
+    ),
+    "main gradients": Case(_main_gradients, "backward has left 'main_grad' of para", line=False),
 }
 
 

@@ -61,6 +61,33 @@ def test_optimizers_stepped_one_after_the_other_are_exact(k: int) -> None:
 
 
 @IGNORE
+@pytest.mark.parametrize("kept", ["average", "norm", "same"])
+def test_what_a_step_keeps_on_its_parameters_is_no_gradient(kept: str) -> None:
+    """Averages that move behind the update, figures of another shape, what stays as it is."""
+    found = []
+    for k in (1, 2):
+        w = World()
+        w.net.eval()
+        for p in w.net.parameters():
+            p.kept = torch.zeros_like(p)  # type: ignore[attr-defined]
+
+        def step(x: torch.Tensor, y: torch.Tensor, w: World = w) -> None:
+            w.opt.zero_grad()
+            w.loss(x, y).backward()
+            for p in w.net.parameters() if kept == "norm" else ():
+                p.kept = p.detach().flatten().norm()[None, None, None]  # type: ignore[attr-defined]
+            w.opt.step()
+            if kept == "average" and oomkit.current().is_last:
+                for p in w.net.parameters():
+                    p.kept.lerp_(p.detach(), 0.5)  # type: ignore[attr-defined]
+
+        for _ in range(2):
+            oomkit.auto_batch(step, accumulation_steps=k)(w.x, w.y)
+        found.append([p.kept for p in w.net.parameters()])  # type: ignore[attr-defined]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
+@IGNORE
 def test_a_forward_in_the_last_micro_batch_is_the_steps_own_decision() -> None:
     w = World()
     seen = []

@@ -36,6 +36,7 @@ OWNER = {
     "oomkit_interception": "hook",
     "oomkit_unknown": "accum",
     "oomkit_stale": "accum",
+    "oomkit_beside": "accum",
     "oomkit_switches": "undo",
     "oomkit_losses": "accum",
     "oomkit_paths": "accum",

@@ -133,6 +133,22 @@ MUTANTS = [
          "accum/test_once.py::test_autograd_grad_applied_by_hand_is_refused"),
     ),
     Mutant(
+        "gradients-in-another-attribute",
+        "gradients that a backward leaves beside .grad are refused",
+        "csrc/accum/stray_grads.c",
+        "    if (call->cut->at > 0 || beside_all(call, &told) == 0) {",
+        "    if (1) {",
+        ("accum/test_refuse.py::test_refused_and_nothing_changed[per-sample gradients-split]",),
+    ),
+    Mutant(
+        "sums-in-another-attribute",
+        "what a backward adds to another attribute of a parameter is refused",
+        "csrc/accum/stray_grads.c",
+        "    if (noted != NULL && PyLong_AsUnsignedLong(noted) == version) {",
+        "    if (noted != NULL) {",
+        ("accum/test_refuse.py::test_refused_and_nothing_changed[main gradients-split]",),
+    ),
+    Mutant(
         "cleared-between-backwards",
         "gradients that are cleared, changed or used between two backwards are refused",
         "csrc/accum/sequence.c",
