@@ -139,8 +139,8 @@ beside_is_gradient(oomkit_state *st, PyObject *value, PyObject *param, PyObject 
     return same == 0 ? PyObject_RichCompareBool(of_row, wanted, Py_EQ) : same;
 }
 
-/* One attribute of a parameter: its version is noted before the first micro-batch,
- * `told` being NULL; behind a backward of it *told (owned) says which one has come or
+/* One attribute of a parameter: its version is noted before a backward of the first
+ * micro-batch, `told` being NULL; behind it *told (owned) says which one has come or
  * moved. 1 then, 0 or -1. */
 static int
 beside_attribute(oomkit_call *call, PyObject *param, PyObject *name, PyObject *value,
@@ -197,14 +197,7 @@ beside_forget(oomkit_call *call)
 static int
 stray_micro_begins(oomkit_call *call)
 {
-    if (!call->split || oomkit_grads_micro_begins(call) < 0) {
-        return call->split ? -1 : 0;
-    }
-    if (call->cut->at > 0) {
-        return 0;
-    }
-    beside_forget(call);
-    return beside_all(call, NULL);
+    return call->split ? oomkit_grads_micro_begins(call) : 0;
 }
 
 /* Per-sample gradients, or sums of a library's own. 0, or -1 with SplitError. */
@@ -232,7 +225,11 @@ static int
 stray_backward(oomkit_call *call, oomkit_backward *backward)
 {
     (void)backward;
-    return stray_refuse(call);
+    if (stray_refuse(call) < 0) {
+        return -1;
+    }
+    beside_forget(call);
+    return call->cut->at > 0 ? 0 : beside_all(call, NULL); /* what a forward caches */
 }
 
 static int

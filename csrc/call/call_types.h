@@ -278,7 +278,7 @@ typedef struct oomkit_unknown {
 } oomkit_unknown;
 
 /* accum: tensors like gradients that parameters have as attributes, with their versions
- * before the first micro-batch. */
+ * before a backward. */
 typedef struct oomkit_beside {
     oomkit_memo *noted;
 } oomkit_beside;
