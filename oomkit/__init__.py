@@ -176,6 +176,7 @@ _fits = _C._bind(
         "silent_closure": _closures.silent_closure,
         "plain_places": _plain_state.places,
         "watch_schedulers": _patches.watch_schedulers,
+        "watch_hooks": _patches.watch_hooks,
         "watch_train": _patches.watch_train,
         "watch_zero_grad": _patches.watch_zero_grad,
         "find_zero_grad": _patches.find_zero_grad,

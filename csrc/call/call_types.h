@@ -411,6 +411,8 @@ typedef struct oomkit_savepoint {
     struct oomkit_plain *plain;  /* of plain: its marks, or NULL; see plain_state.h */
     PyObject *flags; /* owned: dict of address to (weak reference to a module, its
                            training flag at entry), or NULL */
+    PyObject *hooks; /* owned: dict of address to what hook_tables.c notes of a table of
+                        hooks, or NULL */
     oomkit_undone_buffers undone; /* what outlives the attempt that has moved them */
 } oomkit_savepoint;
 

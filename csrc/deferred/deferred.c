@@ -223,7 +223,8 @@ deferred_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *
     p->record = call->log.record;
     p->signature = call->shape.signature;
     if (oomkit_deferred_arguments(p, call, loss, result) < 0 ||
-        oomkit_modes_note(call, &p->modes) < 0 || oomkit_flags_note_end(call) < 0) {
+        oomkit_modes_note(call, &p->modes) < 0 || oomkit_flags_note_end(call) < 0 ||
+        oomkit_hooks_slim(&call->entry) < 0) {
         Py_DECREF(p);
         return NULL;
     }

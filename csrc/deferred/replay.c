@@ -118,7 +118,8 @@ now_note(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
     moved = oomkit_rng_now(call, &p->after, &now->at);
     now->rng_used = moved != 0;
     if (moved < 0 || now_buffers(call, p, now) < 0 ||
-        oomkit_flags_read(call, &now->flags) < 0 || oomkit_owners_mark(call) < 0 ||
+        oomkit_flags_read(call, &now->flags) < 0 ||
+        oomkit_hooks_now(call, &now->at) < 0 || oomkit_owners_mark(call) < 0 ||
         oomkit_plain_now(call, &now->at) < 0) {
         return -1;
     }
@@ -171,6 +172,9 @@ now_restore_once(void *argument)
         }
         if (result == 0) {
             result = oomkit_flags_write(call, &now->flags);
+        }
+        if (result == 0) {
+            result = oomkit_hooks_restore_now(call, &now->at);
         }
         if (result == 0) {
             result = oomkit_owners_restore_now(call, &now->at);

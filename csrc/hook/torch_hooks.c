@@ -36,6 +36,9 @@ oomkit_watch_structure(oomkit_state *st)
     if (done != NULL) {
         Py_SETREF(done, PyObject_CallNoArgs(st->watch_schedulers));
     }
+    if (done != NULL) {
+        Py_SETREF(done, PyObject_CallNoArgs(st->watch_hooks));
+    }
     st->structure_hooked = done != NULL;
     return done == NULL ? -1 : 0;
 }

@@ -379,6 +379,24 @@ module_mode_changes(PyObject *module, PyObject *target)
     Py_RETURN_NONE;
 }
 
+/* The user's code registers a hook, or is about to remove it: tables, id. */
+static PyObject *
+module_hooks_change(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *tables, *id; /* borrowed */
+    Py_ssize_t i;
+
+    if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &tables, &id)) {
+        return NULL;
+    }
+    for (i = 0; i < PyTuple_GET_SIZE(tables); i++) {
+        if (oomkit_hooks_note(PyTuple_GET_ITEM(tables, i), id) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 /* torch.nn.Module.zero_grad() is about to clear the gradients of this module. */
 static PyObject *
 module_zero_grad_begins(PyObject *Py_UNUSED(module), PyObject *target)
@@ -479,6 +497,9 @@ static PyMethodDef module_methods[] = {
      "_scheduler_made(scheduler, /)\n--\n\nOf a new scheduler or averaged model."},
     {"_module_runs", module_module_runs, METH_O,
      "_module_runs(module, /)\n--\n\nBefore the forward of a module that is watched."},
+    {"_hooks_change", module_hooks_change, METH_VARARGS,
+     "_hooks_change(tables, id, /)\n--\n\nThe user's code registers or removes a "
+     "hook."},
     {"_mode_changes", module_mode_changes, METH_O,
      "_mode_changes(module, /)\n--\n\nBefore a module's train() or eval()."},
     {"_zero_grad_begins", module_zero_grad_begins, METH_O,

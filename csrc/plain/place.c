@@ -111,6 +111,27 @@ sequence_read(const oomkit_at *at, PyObject **value)
     return 0;
 }
 
+/* One that this build of torch does not let be read stays as it is. 0 or -1. */
+static int
+switch_read(const oomkit_at *at, PyObject **value)
+{
+    *value = PyObject_CallNoArgs(PyTuple_GET_ITEM(at->holder, 0));
+    if (*value == NULL && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
+    }
+    return *value == NULL && PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+switch_write(const oomkit_at *at, PyObject *value)
+{
+    OWNED PyObject *done =
+        value == NULL ? Py_NewRef(Py_None)
+                      : PyObject_CallOneArg(PyTuple_GET_ITEM(at->holder, 1), value);
+
+    return done == NULL ? -1 : 0;
+}
+
 int
 oomkit_at_read(const oomkit_at *at, PyObject **value)
 {
@@ -135,6 +156,8 @@ oomkit_at_read(const oomkit_at *at, PyObject **value)
             PyErr_Clear(); /* empty */
         }
         break;
+    case OOMKIT_AT_SWITCH:
+        return switch_read(at, value);
     case OOMKIT_AT_SEQUENCE:
         return sequence_read(at, value);
     default:
@@ -155,6 +178,8 @@ oomkit_at_write(const oomkit_at *at, PyObject *value)
         break;
     case OOMKIT_AT_CELL:
         return PyCell_Set(at->holder, value);
+    case OOMKIT_AT_SWITCH:
+        return switch_write(at, value);
     case OOMKIT_AT_TYPE:
         result = PyObject_SetAttr(at->holder, at->key, value);
         break;

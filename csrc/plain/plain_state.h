@@ -15,7 +15,8 @@ typedef enum {
     OOMKIT_PLAIN_OBJECT,       /* key: the object, or a weak reference to it */
     OOMKIT_PLAIN_CELL,         /* key: the cell */
     OOMKIT_PLAIN_ATTRIBUTE,    /* key: name */
-    OOMKIT_PLAIN_ITEM          /* key: of a dict, or index of a list or tuple */
+    OOMKIT_PLAIN_ITEM,         /* key: of a dict, or index of a list or tuple */
+    OOMKIT_PLAIN_SWITCH        /* key: what reads and what writes it */
 } oomkit_plain_kind;
 
 /* What is marked of it; the numbers are those of _code/plain_state.py. */
@@ -115,6 +116,7 @@ typedef enum {
     OOMKIT_AT_CELL,
     OOMKIT_AT_TYPE,
     OOMKIT_AT_SLOT,    /* key: the descriptor */
+    OOMKIT_AT_SWITCH,  /* of torch's; holder: what reads and what writes it */
     OOMKIT_AT_SEQUENCE /* read only */
 } oomkit_at_kind;
 

@@ -38,6 +38,9 @@ node_read(const oomkit_call *call, const oomkit_plain_node *node, PyObject *pare
     case OOMKIT_PLAIN_CELL:
         *at = (oomkit_at){Py_NewRef(node->key), NULL, OOMKIT_AT_CELL};
         return oomkit_at_read(at, value);
+    case OOMKIT_PLAIN_SWITCH:
+        *at = (oomkit_at){Py_NewRef(node->key), NULL, OOMKIT_AT_SWITCH};
+        return oomkit_at_read(at, value);
     case OOMKIT_PLAIN_ATTRIBUTE:
     case OOMKIT_PLAIN_ITEM:
         if (parent == NULL) {

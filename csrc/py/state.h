@@ -337,6 +337,7 @@
     X(parameter_writes) /* oomkit._code.writes: does a step's code write to            \
                            parameters? */                                              \
     X(watch_schedulers) /* oomkit._engine.patches: has torch tell of new ones */       \
+    X(watch_hooks)      /* oomkit._engine.patches: the same of the user's hooks */     \
     X(watch_train) /* oomkit._engine.patches: has torch tell of train() and eval() */  \
     X(watch_zero_grad) /* oomkit._engine.patches: the same of zero_grad() */           \
     X(find_zero_grad) /* oomkit._engine.patches: torch's own zero_grad() of optimizers \

@@ -128,6 +128,7 @@ oomkit_flags_keep(oomkit_call *call)
     OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
 
     Py_CLEAR(call->entry.flags);
+    Py_CLEAR(call->entry.hooks);
     if (now == NULL) {
         return -1;
     }

@@ -53,6 +53,19 @@ flags_restore(oomkit_call *call, PyObject **message)
 }
 
 static int
+hooks_restore(oomkit_call *call, PyObject **message)
+{
+    (void)message;
+    return call->entry.hooks == NULL ? 0 : oomkit_hooks_restore(call);
+}
+
+static int
+hooks_moved(oomkit_call *call)
+{
+    return call->entry.hooks == NULL ? 0 : oomkit_hooks_moved(call);
+}
+
+static int
 extras_restore(oomkit_call *call, PyObject **message)
 {
     return oomkit_extras_any_unknown(call) == NULL
@@ -157,6 +170,8 @@ static const oomkit_resource update = {.name = "update", .restore = update_resto
 static const oomkit_resource slots = {.name = "parameter slots",
                                       .restore = slots_restore};
 static const oomkit_resource flags = {.name = "flags", .restore = flags_restore};
+static const oomkit_resource hooks = {
+    .name = "hooks", .moved = hooks_moved, .restore = hooks_restore};
 static const oomkit_resource beside = {.name = "what an optimizer keeps elsewhere",
                                        .restore = extras_restore};
 static const oomkit_resource gradients = {.name = "gradients",
@@ -189,6 +204,7 @@ static const oomkit_resource random_numbers = {.name = "random numbers",
 static const oomkit_resource *const resources[] = {
     &update, /* first: an optimizer's copies hold parameters, which are then compared */
     &slots,
+    &hooks, /* before what assigns: one of a parameter may see it */
     &flags, /* before what may change versions: they stand beside them */
     &oomkit_parameters_resource,
     &beside,
@@ -290,6 +306,7 @@ oomkit_savepoint_end(oomkit_call *call)
     oomkit_savepoint_end_attempt(call);
     oomkit_grads_release(call);
     Py_CLEAR(call->entry.flags);
+    Py_CLEAR(call->entry.hooks);
     oomkit_params_unmark(call);
     oomkit_param_slots_release(call);
     if (call->entry.undone.room > 0) {
@@ -305,10 +322,12 @@ oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from)
     to->buffers = from->buffers;
     to->versions = from->versions;
     to->flags = from->flags;
+    to->hooks = from->hooks;
     memset(&from->rng, 0, sizeof(from->rng));
     memset(&from->buffers, 0, sizeof(from->buffers));
     from->versions = NULL;
     from->flags = NULL;
+    from->hooks = NULL;
 }
 
 void
@@ -317,6 +336,7 @@ oomkit_savepoint_move_back(oomkit_call *call, oomkit_savepoint *from)
     oomkit_rng_release(call);
     oomkit_buffers_release(call);
     Py_CLEAR(call->entry.flags);
+    Py_CLEAR(call->entry.hooks);
     oomkit_savepoint_move(&call->entry, from);
 }
 
@@ -333,6 +353,7 @@ oomkit_savepoint_free(oomkit_savepoint *savepoint)
     oomkit_plain_free(plain_marks);
     PyMem_Free(versions);
     Py_CLEAR(savepoint->flags);
+    Py_CLEAR(savepoint->hooks);
     oomkit_owners_free(savepoint);
 }
 
@@ -340,5 +361,6 @@ int
 oomkit_savepoint_traverse(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
 {
     Py_VISIT(savepoint->flags);
+    Py_VISIT(savepoint->hooks);
     return 0;
 }

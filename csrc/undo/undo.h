@@ -25,22 +25,6 @@ typedef struct oomkit_resource {
 
 extern const oomkit_resource oomkit_parameters_resource;
 
-/* --- buffer_leaves.c --- */
-/* A buffer has been marked. 0 or -1. */
-int
-oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
-                   const oomkit_tensor_facts *facts);
-/* Is this tensor among those that are marked? */
-int
-oomkit_buffer_is_marked(const oomkit_call *call, const PyObject *tensor);
-/* Is parameter number `which` a buffer? It may move in a forward. */
-int
-oomkit_buffers_have(const oomkit_call *call, Py_ssize_t which);
-/* A tensor (borrowed) that this attempt has given its first gradient, as a buffer that
- * neither required grad at entry nor had one: it goes. 1, or 0 it is none. */
-int
-oomkit_buffers_bare_again(oomkit_call *call, PyObject *tensor);
-
 /* --- buffers.c --- */
 int
 oomkit_buffers_mark(oomkit_call *call);
@@ -76,6 +60,21 @@ oomkit_buffers_versions(oomkit_state *st, const oomkit_savepoint *savepoint,
 int
 oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo **copies,
                    int *used);
+
+/* A buffer has been marked. 0 or -1. */
+int
+oomkit_buffer_leaf(oomkit_call *call, oomkit_buffer *item,
+                   const oomkit_tensor_facts *facts);
+/* Is this tensor among those that are marked? */
+int
+oomkit_buffer_is_marked(const oomkit_call *call, const PyObject *tensor);
+/* Is parameter number `which` a buffer? It may move in a forward. */
+int
+oomkit_buffers_have(const oomkit_call *call, Py_ssize_t which);
+/* A tensor (borrowed) that this attempt has given its first gradient, as a buffer that
+ * neither required grad at entry nor had one: it goes. 1, or 0 it is none. */
+int
+oomkit_buffers_bare_again(oomkit_call *call, PyObject *tensor);
 
 /* --- late_modules.c --- */
 /* {name: value} of an object's own attributes; of a list or a dictionary its length, of
@@ -175,6 +174,26 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
 /* --- gradients.c: since a micro-batch began --- */
 void
 oomkit_grads_end_micro(oomkit_call *call);
+
+/* --- hook_tables.c --- */
+/* The user's code registers the hook `id` in this table of torch's, or is about to
+ * remove it. 0 or -1. */
+int
+oomkit_hooks_note(PyObject *table, PyObject *id);
+/* Do other hooks stand in the tables than at entry? 1, 0 or -1. */
+int
+oomkit_hooks_moved(oomkit_call *call);
+int
+oomkit_hooks_restore(oomkit_call *call);
+/* A loss that was returned keeps which ones there were, but none alive that is gone: a
+ * hook may lead to the loss. 0 or -1. */
+int
+oomkit_hooks_slim(oomkit_savepoint *savepoint);
+/* The tables as they stand, and back to that. 0 or -1. */
+int
+oomkit_hooks_now(oomkit_call *call, oomkit_savepoint *now);
+int
+oomkit_hooks_restore_now(oomkit_call *call, const oomkit_savepoint *now);
 
 /* --- parameter_slots.c --- */
 int

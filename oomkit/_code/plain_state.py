@@ -40,6 +40,7 @@ from .spots import (
     KEYWORD,
     OBJECT,
     OWN_RULES,
+    SWITCH,
     Frame,
     Spot,
     is_array,
@@ -52,6 +53,7 @@ from .spots import (
     variable,
     whole,
 )
+from .switches import Switch, attribute_of, set_by
 from .uses import (
     CALL,
     STORE,
@@ -95,6 +97,11 @@ _ELSEWHERE = frozenset(
 _SETS = vars(object)["__setattr__"]
 _CALLBACKS = (types.FunctionType, types.MethodType, partial)
 _HOOK = Use(CALL, None)
+# Methods of modules by which others come into them or go.
+_LAYERS_CHANGE = frozenset(
+    "__delitem__ __setitem__ add_module append clear extend insert pop popitem register_module "
+    "set_submodule update".split()
+)
 # What torchmetrics keeps beside the states that `_defaults` names.
 _METRIC = ("_update_count", "_computed", "_update_called", "_forward_cache", "_cache", "_is_synced")
 _COLLECTION = ("_groups_checked", "_groups", "_state_is_copy")
@@ -203,6 +210,7 @@ class Places:
             else:
                 for spot in frame.resolve(use.place or ()):
                     self.fill(spot)
+                    self.layers_change(spot)
                     self.own_methods(spot, _OWN_FILLS)
         for steps in found.loads:
             if frame.may_be_filled():
@@ -244,6 +252,7 @@ class Places:
 
     def store_attribute(self, owner: Spot, name: str) -> None:
         value = owner.value
+        self.switch(f"{owner.name()}.{name}", attribute_of(value, name))
         if isinstance(value, CONTAINERS) or (isinstance(value, torch.Tensor) and name == "data"):
             self.fill(owner)  # a dict whose items are its attributes
         if isinstance(value, (torch.Tensor, *OWN_RULES)) or name == "grad":
@@ -266,10 +275,23 @@ class Places:
         ):
             if name in own.get("_buffers", ()):
                 self.new_buffer(owner, name)
-            return  # those that are there have rules of their own
+            if name in own.get("_modules", ()):
+                self.layers_change(owner)
+            return  # tensors that are there have rules of their own
         if isinstance(value, type):
             owner = whole(value)
         self.mark(Spot(owner, ATTRIBUTE, name, own.get(name)), BIND)
+
+    def layers_change(self, owner: Spot) -> None:
+        """Of a `Sequential`, a `ModuleList` or another module: what it consists of."""
+        if isinstance(owner.value, torch.nn.Module):
+            layers = own_of(owner.value).get("_modules")
+            if isinstance(layers, dict):  # a Sequential that loses one gets a new one
+                self.mark(Spot(owner, ATTRIBUTE, "_modules", layers), BIND | CONTENT)
+
+    def switch(self, name: str, switch: Switch | None) -> None:
+        if switch is not None:
+            self.mark(Spot(None, SWITCH, switch, None, name), BIND)
 
     def new_buffer(self, owner: Spot, name: str) -> None:
         """One that the step may make, which has no value yet: a mean of the first batch."""
@@ -416,6 +438,7 @@ class Places:
 
     def called(self, frame: Frame, value: Any, use: Use, spot: Spot | None) -> None:
         value = undecorated(value)
+        self.switch(*(set_by(value) or ("", None)))
         if isinstance(value, types.FunctionType):
             if _is_foreign_code(value, frame.library):
                 self.foreign(frame, value.__name__, use)
@@ -450,6 +473,8 @@ class Places:
         first = use.arguments[0] if name == "register_buffer" and use.arguments else None
         if first is not None and first.kind == "constant" and isinstance(first.steps[0], str):
             self.new_buffer(spot, first.steps[0])
+        if name in _LAYERS_CHANGE:
+            self.layers_change(spot)
         if name in ("forward", "__call__"):
             if (id(value),) in self.seen:
                 return

@@ -33,7 +33,7 @@ from .objects import (
 from .uses import GOT, RETURNED, Either, uses_of
 
 # How a place is reached from the one before it (plain_state.h).
-ARGUMENT, KEYWORD, OBJECT, CELL, ATTRIBUTE, ITEM = range(6)
+ARGUMENT, KEYWORD, OBJECT, CELL, ATTRIBUTE, ITEM, SWITCH = range(7)
 
 OWN_RULES = (
     torch.optim.Optimizer,

@@ -8,14 +8,30 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
 
 from .. import _C
+from .._code.objects import FOREIGN, LIBRARIES
+
+# Modules of torch whose functions register and remove hooks for their caller.
+_HOOKS = frozenset(
+    {
+        __name__,
+        "torch._tensor",
+        "torch.autograd.function",
+        "torch.autograd.graph",
+        "torch.nn.modules.module",
+        "torch.optim.optimizer",
+        "torch.utils.hooks",
+    }
+)
 
 
 def watch_train() -> None:
@@ -33,6 +49,48 @@ def watch_train() -> None:
         return plain(self, mode)
 
     torch.nn.Module.train = train  # type: ignore[method-assign, assignment]
+
+
+def watch_hooks() -> None:
+    """Tell the engine of every hook that the user's own code registers or removes.
+
+    A step that fails between ``h = layer.register_forward_hook(f)`` and ``h.remove()`` must begin
+    again without the hook. All of torch's functions that register one end in a
+    ``RemovableHandle`` of the table that it is in. What a library registers stays: it may do so
+    once, and note elsewhere that it has.
+    """
+    begin, remove = RemovableHandle.__init__, RemovableHandle.remove
+
+    @functools.wraps(begin)
+    def __init__(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if not is_compiling() and _is_of_user(sys._getframe(1)):
+            _C._hooks_change(_tables(self), self.id)
+
+    @functools.wraps(remove)
+    def remove_hook(self: RemovableHandle) -> None:
+        if not is_compiling() and _is_of_user(sys._getframe(1)):
+            _C._hooks_change(_tables(self), self.id)
+        remove(self)
+
+    RemovableHandle.__init__ = __init__  # type: ignore[method-assign]
+    RemovableHandle.remove = remove_hook  # type: ignore[method-assign]
+
+
+def _tables(handle: RemovableHandle) -> tuple[Any, ...]:
+    refs = (handle.hooks_dict_ref, *handle.extra_dict_ref)
+    return tuple(table for ref in refs if (table := ref()) is not None)
+
+
+def _is_of_user(frame: types.FrameType | None) -> bool:
+    """Whether a hook is registered or removed by code that is read for plain state, too."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name not in _HOOKS:
+            top = str(name).partition(".")[0]
+            return not (top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names)
+        frame = frame.f_back
+    return False
 
 
 def watch_schedulers() -> None:
