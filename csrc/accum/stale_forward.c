@@ -112,6 +112,30 @@ forward_hook_again(oomkit_call *call)
     return 1;
 }
 
+/* As remove() of its handle does, without any code of Python's: there may be no memory
+ * for that. 0 or -1. */
+static int
+forward_hook_remove(oomkit_call *call)
+{
+    const oomkit_state *st = call->st;
+    OWNED PyObject *hooks =
+        PyObject_GetAttr(st->hooks_of_modules, st->str_global_forward_pre_hooks);
+    OWNED PyObject *number =
+        hooks == NULL ? NULL : PyObject_GetAttr(call->cut->stale.hook, st->str_id);
+
+    if (number == NULL) {
+        return -1;
+    }
+    if (PyObject_DelItem(hooks, number) == 0) {
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_KeyError)) {
+        return -1;
+    }
+    PyErr_Clear(); /* somebody has emptied the table */
+    return 0;
+}
+
 static int
 forward_hook_install(oomkit_call *call)
 {
@@ -204,7 +228,7 @@ oomkit_forward_begins(PyObject *module)
 static void
 forward_release(oomkit_call *call)
 {
-    PyObject *exception, *done; /* owned */
+    PyObject *exception; /* owned */
 
     Py_CLEAR(call->backward.cleared);
     if (!call->cut->stale.watched) {
@@ -212,11 +236,9 @@ forward_release(oomkit_call *call)
     }
     exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     if (call->cut->stale.hook != NULL) {
-        done = PyObject_CallMethodNoArgs(call->cut->stale.hook, call->st->str_remove);
-        if (done == NULL) {
+        if (forward_hook_remove(call) < 0) {
             oomkit_error_unraised(call->cut->stale.hook);
         }
-        Py_XDECREF(done);
     }
     Py_CLEAR(call->cut->stale.hook);
     oomkit_hashes_clear(&call->cut->stale.params);

@@ -92,7 +92,7 @@ as_list(PyObject *value)
 }
 
 static int
-take_sequence(oomkit_state *st, PyObject *value, uint64_t *room,
+take_sequence(oomkit_state *st, PyObject *value, int what, uint64_t *room,
               oomkit_content *content)
 {
     OWNED PyObject *list = as_list(value);
@@ -106,7 +106,7 @@ take_sequence(oomkit_state *st, PyObject *value, uint64_t *room,
         if (content->kind == OOMKIT_CONTENT_SET) { /* looked for by its hash */
             content->items[i] = (oomkit_held){
                 .value = Py_NewRef(item), .address = item, .kind = OOMKIT_HELD_STRONG};
-        } else if (oomkit_held_take(st, item, room, &content->items[i]) < 0) {
+        } else if (oomkit_held_take(st, item, what, room, &content->items[i]) < 0) {
             return -1;
         }
     }
@@ -114,7 +114,8 @@ take_sequence(oomkit_state *st, PyObject *value, uint64_t *room,
 }
 
 static int
-take_dict(oomkit_state *st, PyObject *dict, uint64_t *room, oomkit_content *content)
+take_dict(oomkit_state *st, PyObject *dict, int what, uint64_t *room,
+          oomkit_content *content)
 {
     PyObject *key, *value; /* borrowed from dict */
     Py_ssize_t at = 0, i;
@@ -124,7 +125,7 @@ take_dict(oomkit_state *st, PyObject *dict, uint64_t *room, oomkit_content *cont
          result == 0 && i < content->count && PyDict_Next(dict, &at, &key, &value);
          i++) {
         content->keys[i] = Py_NewRef(key);
-        result = oomkit_held_take(st, value, room, &content->items[i]);
+        result = oomkit_held_take(st, value, what, room, &content->items[i]);
     }
     return result;
 }
@@ -262,16 +263,16 @@ oomkit_content_take(oomkit_state *st, PyObject *value, int what, uint64_t *room,
         content->target = (oomkit_held){.address = value, .kind = OOMKIT_HELD_ADDRESS};
         return 1;
     }
-    if (oomkit_held_take(st, value, room, &content->target) < 0) {
+    if (oomkit_held_take(st, value, what, room, &content->target) < 0) {
         result = -1;
     } else if (kind == OOMKIT_CONTENT_TENSOR) {
         result = take_tensor(st, value, content);
     } else if (kind == OOMKIT_CONTENT_ARRAY) {
         result = take_array(value, room, content);
     } else if (kind == OOMKIT_CONTENT_DICT) {
-        result = take_dict(st, value, room, content) < 0 ? -1 : 1;
+        result = take_dict(st, value, what, room, content) < 0 ? -1 : 1;
     } else {
-        result = take_sequence(st, value, room, content) < 0 ? -1 : 1;
+        result = take_sequence(st, value, what, room, content) < 0 ? -1 : 1;
     }
     if (result <= 0) {
         oomkit_content_clear(content);

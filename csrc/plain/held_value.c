@@ -121,8 +121,8 @@ is_light(oomkit_state *st, PyObject *value, int depth)
     if (oomkit_is_array(type)) {
         return array_is_light(value);
     }
-    if (!PyObject_IS_GC(value) || PyType_Check(value) || PyFunction_Check(value) ||
-        PyModule_Check(value) ||
+    if (!PyObject_IS_GC(value) || PyWeakref_Check(value) || PyType_Check(value) ||
+        PyFunction_Check(value) || PyModule_Check(value) ||
         PyObject_TypeCheck(value, (PyTypeObject *)st->Module) ||
         PyObject_TypeCheck(value, (PyTypeObject *)st->Optimizer)) {
         return 1;
@@ -166,7 +166,8 @@ held_copy(oomkit_state *st, PyObject *tensor, uint64_t *room, oomkit_held *held)
 }
 
 int
-oomkit_held_take(oomkit_state *st, PyObject *value, uint64_t *room, oomkit_held *held)
+oomkit_held_take(oomkit_state *st, PyObject *value, int what, uint64_t *room,
+                 oomkit_held *held)
 {
     int light;
 
@@ -175,7 +176,9 @@ oomkit_held_take(oomkit_state *st, PyObject *value, uint64_t *room, oomkit_held 
         return 0;
     }
     held->address = value;
-    light = is_light(st, value, LIGHT_DEPTH);
+    light = (what & OOMKIT_PLAIN_ALL) != 0 && !oomkit_tensor_check(st, value)
+                ? 1
+                : is_light(st, value, LIGHT_DEPTH);
     if (light != 0) {
         held->kind = OOMKIT_HELD_STRONG;
         held->value = light < 0 ? NULL : Py_NewRef(value);

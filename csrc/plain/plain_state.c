@@ -91,7 +91,7 @@ mark_node(oomkit_call *call, const oomkit_plain_site *site, oomkit_plain_marks *
     memset(at, 0, sizeof(*at));
     if ((what & OOMKIT_PLAIN_BIND) != 0 && mark->at.kind != OOMKIT_AT_NOTHING &&
         mark->at.kind != OOMKIT_AT_SEQUENCE) {
-        if (oomkit_held_take(call->st, value, room, &mark->old) < 0) {
+        if (oomkit_held_take(call->st, value, what, room, &mark->old) < 0) {
             return -1;
         }
         mark->bound = 1;

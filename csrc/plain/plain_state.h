@@ -46,10 +46,12 @@ typedef struct oomkit_held {
     uint8_t is_state; /* not there any more, it is missed: a tensor without a graph */
 } oomkit_held;
 
-/* `value` may be NULL. *room: bytes that copies of large tensors may take, 0 for none.
- * 0 or -1. */
+/* `value` may be NULL. `what`: with OOMKIT_PLAIN_ALL it stays alive, unless it is a
+ * tensor, which is copied. *room: bytes that copies of large tensors may take, 0 for
+ * none. 0 or -1. */
 int
-oomkit_held_take(oomkit_state *st, PyObject *value, uint64_t *room, oomkit_held *held);
+oomkit_held_take(oomkit_state *st, PyObject *value, int what, uint64_t *room,
+                 oomkit_held *held);
 /* Is it what it was? `now` may be NULL. Runs no Python code. */
 int
 oomkit_held_same(const oomkit_held *held, const PyObject *now);

@@ -165,7 +165,6 @@
     X(str_len, "__len__")                                                              \
     X(str_keys, "keys")                                                                \
     X(str_abandon, "abandon")                                                          \
-    X(str_remove, "remove")                                                            \
     X(str_enter, "__enter__")                                                          \
     X(str_exit, "__exit__")
 

@@ -19,7 +19,7 @@ note_new(PyObject *table)
 {
     OWNED PyObject *ref = PyWeakref_NewRef(table, NULL);
     OWNED PyObject *copy = ref == NULL ? NULL : PyDict_Copy(table);
-    OWNED PyObject *touched = copy == NULL ? NULL : PySet_New(NULL);
+    OWNED PyObject *touched = copy == NULL ? NULL : PyDict_New();
 
     return touched == NULL ? NULL : PyTuple_Pack(3, ref, copy, touched);
 }
@@ -29,10 +29,15 @@ oomkit_hooks_note(PyObject *table, PyObject *id)
 {
     oomkit_call *call = oomkit_call_current();
     OWNED PyObject *address = NULL, *there = NULL, *fresh = NULL;
-    PyObject *note; /* borrowed */
+    PyObject *note, *hook; /* borrowed */
 
     if (call == NULL || !PyDict_Check(table)) {
         return 0;
+    }
+    hook = PyDict_GetItemWithError(table, id);
+    if (hook == NULL ? PyErr_Occurred() != NULL
+                     : Py_IS_TYPE(hook, (PyTypeObject *)call->st->hook_type)) {
+        return hook == NULL ? -1 : 0; /* our own, from C: the frame is the user's */
     }
     if (call->entry.hooks == NULL && (call->entry.hooks = PyDict_New()) == NULL) {
         return -1;
@@ -49,7 +54,7 @@ oomkit_hooks_note(PyObject *table, PyObject *id)
         }
         note = fresh;
     }
-    return PySet_Add(PyTuple_GET_ITEM(note, TOUCHED), id);
+    return PyDict_SetItem(PyTuple_GET_ITEM(note, TOUCHED), id, Py_None);
 }
 
 /* --- going back --- */
@@ -58,90 +63,84 @@ oomkit_hooks_note(PyObject *table, PyObject *id)
 static int
 is_touched(PyObject *note, PyObject *id)
 {
-    return PySet_Contains(PyTuple_GET_ITEM(note, TOUCHED), id);
+    return PyDict_Contains(PyTuple_GET_ITEM(note, TOUCHED), id);
 }
 
-/* The items of a table as they are to be: what was there, in its order, and then what
- * libraries have added. New dict or NULL. */
-static PyObject *
-table_then(PyObject *note, PyObject *table)
+/* Takes out what was added. Needs no memory. 1 something was there, 0, or -1; `back`:
+ * it is gone. */
+static int
+added_back(PyObject *note, PyObject *table, int back)
 {
-    OWNED PyObject *then = PyDict_New();
-    PyObject *copy = PyTuple_GET_ITEM(note, COPY); /* borrowed */
-    PyObject *id, *hook;                           /* borrowed from the dicts */
+    PyObject *id, *unused; /* borrowed from the dict */
     Py_ssize_t at = 0;
-    int result = then == NULL ? -1 : 0;
+    int moved = 0;
 
-    while (result == 0 && PyDict_Next(copy, &at, &id, &hook)) {
-        PyObject *now = PyDict_GetItemWithError(table, id); /* borrowed */
-        const int touched = PyErr_Occurred() ? -1 : is_touched(note, id);
-        if (touched < 0) {
-            return NULL;
+    while (PyDict_Next(PyTuple_GET_ITEM(note, TOUCHED), &at, &id, &unused)) {
+        const int before = PyDict_Contains(PyTuple_GET_ITEM(note, COPY), id);
+        const int now = before == 0 ? PyDict_Contains(table, id) : 0;
+        if (before < 0 || now < 0 ||
+            (now == 1 && back && PyObject_DelItem(table, id) < 0)) {
+            return -1;
         }
-        if (now == NULL && (!touched || hook == Py_None)) {
-            continue; /* a library has removed it; or nobody kept it */
-        }
-        result = PyDict_SetItem(then, id, now != NULL ? now : hook);
+        moved |= now;
     }
-    for (at = 0; result == 0 && PyDict_Next(table, &at, &id, &hook);) {
-        int known = PyDict_Contains(copy, id);
-        if (known == 0) {
-            known = is_touched(note, id);
-        }
-        result = known != 0 ? known : PyDict_SetItem(then, id, hook);
-        result = result < 0 ? -1 : 0;
-    }
-    return result < 0 ? NULL : STEAL(then);
+    return moved;
 }
 
-/* Are there the same keys in the same order? */
+/* Is one missing that was removed, and is it kept? 1, 0 or -1. */
 static int
-table_same(PyObject *table, PyObject *then)
+is_missing(PyObject *note, PyObject *table)
 {
-    PyObject *id, *other, *unused; /* borrowed */
-    Py_ssize_t at = 0, there = 0;
+    PyObject *id, *hook; /* borrowed from the dict */
+    Py_ssize_t at = 0;
+    int missing = 0;
 
-    if (PyDict_GET_SIZE(table) != PyDict_GET_SIZE(then)) {
-        return 0;
-    }
-    while (PyDict_Next(table, &at, &id, &unused) &&
-           PyDict_Next(then, &there, &other, &unused)) {
-        if (id != other) {
-            return 0;
+    while (missing == 0 && PyDict_Next(PyTuple_GET_ITEM(note, COPY), &at, &id, &hook)) {
+        missing = hook == Py_None ? 0 : is_touched(note, id);
+        if (missing == 1) {
+            missing = PyDict_Contains(table, id);
+            missing = missing < 0 ? -1 : !missing;
         }
     }
-    return 1;
+    return missing;
 }
 
-/* Nothing is lost on the way, and all of it may be done again. 0 or -1. */
+/* Puts back what was removed, in the order at entry; what libraries have added
+ * meanwhile comes behind. Nothing is lost on the way, and all of it may be done again.
+ * 0 or -1. */
 static int
-table_become(PyObject *table, PyObject *then)
+removed_back(PyObject *note, PyObject *table)
 {
-    OWNED PyObject *keys = PyDict_Keys(table);
-    OWNED PyObject *order = keys == NULL ? NULL : PyDict_Keys(then);
+    OWNED PyObject *more = PyDict_Keys(table);
+    OWNED PyObject *order =
+        more == NULL ? NULL : PyDict_Keys(PyTuple_GET_ITEM(note, COPY));
     Py_ssize_t i;
 
-    for (i = 0; order != NULL && i < PyList_GET_SIZE(keys); i++) {
-        PyObject *id = PyList_GET_ITEM(keys, i); /* borrowed */
-        const int stays = PyDict_Contains(then, id);
-        if (stays < 0 || (stays == 0 && PyObject_DelItem(table, id) < 0)) {
-            return -1;
-        }
+    if (order == NULL ||
+        PyList_SetSlice(order, PyList_GET_SIZE(order), PY_SSIZE_T_MAX, more) < 0) {
+        return -1;
     }
-    for (i = 0; order != NULL && i < PyList_GET_SIZE(order); i++) {
+    for (i = 0; i < PyList_GET_SIZE(order); i++) {
         PyObject *id = PyList_GET_ITEM(order, i); /* borrowed */
+        PyObject *hook = PyDict_GetItemWithError(PyTuple_GET_ITEM(note, COPY), id);
         OWNED PyObject *moved = NULL;
-        if (PyObject_SetItem(table, id, PyDict_GetItemWithError(then, id)) < 0) {
-            return -1;
+        int there = PyErr_Occurred() ? -1 : PyDict_Contains(table, id);
+        const int is_old = i < PyDict_GET_SIZE(PyTuple_GET_ITEM(note, COPY));
+        if (there == 0 && hook != NULL && hook != Py_None) {
+            there = is_touched(note, id);
+            if (there == 1 && PyObject_SetItem(table, id, hook) < 0) {
+                return -1;
+            }
         }
-        moved = PyODict_Check(table)
-                    ? PyObject_CallMethod(table, "move_to_end", "O", id)
-                    : Py_NewRef(Py_None);
-        if (moved == NULL) {
+        if (there == 1 && is_old == (hook != NULL) && PyODict_Check(table)) {
+            moved = PyObject_CallMethod(table, "move_to_end", "O", id);
+            there = moved == NULL ? -1 : 1;
+        }
+        if (there < 0) {
             return -1;
         }
     }
-    return order == NULL ? -1 : 0;
+    return 0;
 }
 
 /* 1 it is no more as it was, 0, or -1; `back`: it is put back. */
@@ -149,33 +148,35 @@ static int
 table_back(PyObject *note, int back)
 {
     OWNED PyObject *table = oomkit_reference_get(PyTuple_GET_ITEM(note, TABLE));
-    OWNED PyObject *then = NULL;
+    int added, missing;
 
     if (table == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    then = table_then(note, table);
-    if (then == NULL || table_same(table, then)) {
-        return then == NULL ? -1 : 0;
+    added = added_back(note, table, back);
+    missing = added < 0 ? -1 : is_missing(note, table);
+    if (missing < 0 || (missing == 1 && back && removed_back(note, table) < 0)) {
+        return -1;
     }
-    return back && table_become(table, then) < 0 ? -1 : 1;
+    return added | missing;
 }
 
 static int
 tables_back(PyObject *hooks, int back)
 {
-    OWNED PyObject *notes = hooks == NULL ? NULL : PyDict_Values(hooks);
-    Py_ssize_t i;
+    PyObject *address, *note; /* borrowed from the dict, held below */
+    Py_ssize_t at = 0;
     int moved = 0;
 
-    for (i = 0; notes != NULL && i < PyList_GET_SIZE(notes); i++) {
-        int result = table_back(PyList_GET_ITEM(notes, i), back);
+    while (hooks != NULL && PyDict_Next(hooks, &at, &address, &note)) {
+        OWNED PyObject *held = Py_NewRef(note);
+        const int result = table_back(held, back);
         if (result < 0) {
             return -1;
         }
         moved |= result;
     }
-    return PyErr_Occurred() ? -1 : moved;
+    return moved;
 }
 
 int

@@ -448,7 +448,11 @@ class Places:
             owner = whole(value.__self__)
             self.method(frame, owner, value.__name__, use)
         elif isinstance(value, types.BuiltinFunctionType):
-            self.foreign(frame, value.__name__, use)
+            owner = whole(value.__self__)
+            if is_stream(owner.value) or isinstance(owner.value, CONTAINERS):
+                self.method(frame, owner, value.__name__, use)  # random.random, note = list.append
+            else:
+                self.foreign(frame, value.__name__, use)
         elif isinstance(value, torch.nn.Module):
             self.module(frame, spot or whole(value), "forward", use)
         elif not isinstance(value, type):
@@ -484,6 +488,8 @@ class Places:
             function = method_of(value, name)
             if function is not None:
                 self.enter(frame, function, use, spot)
+            elif name in (own := own_of(value)):
+                self.called(frame, own[name], use, None)
             return
         for part in parts:
             own = own_of(part.value)

@@ -388,6 +388,8 @@ def inside(value: Any) -> list[Any]:
             return list(islice(base.__iter__(value), ITEMS))
     if is_a(value, types.MethodType):
         return [value.__self__, value.__func__]
+    if is_a(value, types.BuiltinFunctionType):  # random.random is a method of Python's stream
+        return [value.__self__]
     if is_a(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if is_a(value, types.FunctionType):

@@ -61,10 +61,12 @@ class World:
         warm: bool = False,
         hook: bool = True,
         nested: bool = False,
+        hooked: bool = False,
     ) -> None:
-        """`nested`: the batch is one argument, in containers of several kinds."""
+        """`nested`: the batch is one argument, in containers of several kinds. `hooked`: the step
+        registers a hook, and removes it."""
         seed_all(SEED)
-        self.form, self.nested = form, nested
+        self.form, self.nested, self.hooked = form, nested, hooked
         self.net = nn.Sequential(
             nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)
         )
@@ -87,7 +89,12 @@ class World:
 
     def _forward(self, x: torch.Tensor, y: torch.Tensor, how: str = "mean") -> torch.Tensor:
         self.counter.add(float(len(x)))
-        return F.cross_entropy(self.net(x), y, reduction=how)
+        if not self.hooked:
+            return F.cross_entropy(self.net(x), y, reduction=how)
+        handle = self.net[2].register_forward_hook(lambda module, args, out: out * 2)
+        loss = F.cross_entropy(self.net(x), y, reduction=how)
+        handle.remove()
+        return loss
 
     def _decorate(self, gradients: bool) -> Any:
         whole = self.form == "inside"

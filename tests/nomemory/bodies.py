@@ -256,6 +256,7 @@ BODIES: list[Body] = [
     Recovery("inside", phase="forward", warm=True, gradients=True),
     Recovery("inside", phase="optimizer", warm=True),
     Recovery("inside", warm=True, nested=True),
+    Recovery("inside", phase="forward", warm=True, hooked=True),
     Recovery("returned", "back", warm=True),
     Recovery("rows", "back", warm=True),
     Recovery("eager", "back", warm=True),

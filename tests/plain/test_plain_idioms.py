@@ -78,6 +78,16 @@ def _n(o: Any) -> Any:
     return o.n
 
 
+def _noting() -> Any:
+    seen: list[int] = []
+    return Box(note=seen.append, seen=seen)
+
+
+@idiom(_noting, lambda o: list(o.seen))
+def a_bound_method_of_a_list(o: Any) -> None:
+    o.note(1)
+
+
 def _meters(o: Any) -> Any:
     return [meter.state() for meter in o.all]
 

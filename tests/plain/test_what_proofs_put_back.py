@@ -488,3 +488,47 @@ KEEPS: dict[str, tuple[Callable[[int], Any], Store]] = {
 def test_what_is_kept_once_per_batch_in_long_containers(name: str, items: int) -> None:
     make, keep = KEEPS[name]
     assert_no_trace(lambda: make(items), keep, lambda kept: kept)
+
+
+class Skips(nn.Module):
+    """A layer that one number of Python's stream turns off, for all rows."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.inner, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.draw() < 0.5:
+            return x
+        out: torch.Tensor = x + self.inner(x).tanh()
+        return out
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: random.uniform(0, 1), lambda: np.random.rand()]
+)
+def test_a_stream_whose_functions_a_forward_calls_is_found(
+    draw: Callable[[], float], seed: int
+) -> None:
+    def run(rng: Any) -> list[float]:
+        torch.manual_seed(3)
+        random.seed(seed)
+        np.random.seed(seed)
+        net = nn.Sequential(nn.Linear(3, 4), Skips(draw), nn.Linear(4, 1)).double()
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        @oomkit.auto_batch(rng=rng)
+        def step(x: torch.Tensor) -> float:
+            opt.zero_grad()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            opt.step()
+            return loss.item()
+
+        x = torch.randn(8, 3, dtype=torch.float64)
+        with inject_oom(nth=3, phase="forward"):
+            first = step(x)
+        return [first, random.random(), np.random.rand()]
+
+    assert run("torch") == run("all")
