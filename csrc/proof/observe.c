@@ -171,6 +171,32 @@ proof_micro_end(oomkit_call *call, PyObject *result)
     return done == NULL ? -1 : 0;
 }
 
+/* Has each micro-batch of the call one row? */
+static int
+has_single_rows(const oomkit_proof *p)
+{
+    int64_t i;
+
+    for (i = 0; i < p->cut.count && p->cut.slices[i].length == 1; i++) {
+    }
+    return i == p->cut.count;
+}
+
+/* The results of parts of one row could not be joined, as the SplitError in flight
+ * says, which is ended: of one row much looks like anything, see proof_joins(). Where
+ * the call itself has no others, it is refused by what the error says. 0 or -1. */
+static int
+proof_unjoined(oomkit_proof *p)
+{
+    OWNED PyObject *error = oomkit_exception_take();
+    OWNED PyObject *told =
+        has_single_rows(p) ? PyObject_Str(error) : Py_NewRef(Py_True);
+
+    p->call->refused.raised = 0;
+    p->unjoined = 1;
+    return told == NULL ? -1 : PyObject_SetAttrString(p->judge, "unjoined", told);
+}
+
 int
 oomkit_proof_joined(oomkit_call *call)
 {
@@ -180,10 +206,7 @@ oomkit_proof_joined(oomkit_call *call)
     if (result == NULL && !call->proof->own &&
         PyErr_ExceptionMatches(call->st->SplitError) &&
         (call->cut->slices[0].length == 1 || call->cut->slices[1].length == 1)) {
-        PyErr_Clear(); /* of one row much looks like anything: see proof_joins() */
-        call->refused.raised = 0;
-        call->proof->unjoined = 1;
-        status = PyObject_SetAttrString(call->proof->judge, "unjoined", Py_True);
+        status = proof_unjoined(call->proof);
     }
     call->tries.joining = 0;
     return status;

@@ -129,7 +129,7 @@ class Proof:
         self._written: dict[int, torch.Tensor] = {}
         self._unwritten: dict[int, torch.Tensor] = {}
         self.tried: Tried = dict(tried or {})  # the site's own when all has gone well
-        self.unjoined = False  # results of parts of one row could not be joined
+        self.unjoined: bool | str = False  # results of parts of one row could not be joined
         self._numbers = Numbers()
         self._metrics = Metrics(self._roots)
         self.volatile = False  # nothing but results differs: are they the same twice?
@@ -609,13 +609,13 @@ class Proof:
 
     def _compare_unjoined(self, whole: Run, made: Run) -> None:
         """Parts of one row that could not be joined: what has no rows must be one value."""
+        self._fail(*values.why_unjoined(self.unjoined))  # nor can the call's, of one row, too
         for place, one in whole.results.items():
             parts = [each.get(place) for each in made.each]
-            if not isinstance(one, str) and (not isinstance(one, torch.Tensor) or one.ndim == 0):
-                continue
-            if any(getattr(p, "shape", None) != getattr(one, "shape", None) for p in parts):
-                continue
-            if any(values.gap(one, part) > self._result_limit(one) for part in parts):
+            has_none = isinstance(one, str) or (isinstance(one, torch.Tensor) and one.ndim > 0)
+            is_alike = all(getattr(p, "shape", "") == getattr(one, "shape", "") for p in parts)
+            most = self._result_limit(one) if has_none and is_alike else math.inf
+            if any(values.gap(one, part) > most for part in parts):
                 self._fail(1.0, f"the parts' {place} cannot be joined: it has no rows")
 
     def _compare_draws(self) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "shapes",
     "shown",
     "sizes",
+    "why_unjoined",
     "without",
 ]
 
@@ -116,13 +117,22 @@ def limit(value: Any, of_loss: float) -> float:
         of_loss: what it explains in the loss of the step.
     """
     if isinstance(value, torch.Tensor):
-        return _VALUE.get(value.dtype, 0.0)
+        return max(_VALUE.get(value.dtype, 0.0), _of_wide(value.dtype == torch.float64, of_loss))
     if type(value).__module__ == "numpy":
-        return {"f8": 1e-8, "f4": 1e-3, "f2": 5e-2}.get(value.dtype.str[1:], 0.1)
+        kind = value.dtype.str[1:]
+        known = {"f8": 1e-8, "f4": 1e-3, "f2": 5e-2}.get(kind, 0.1)
+        return max(known, _of_wide(kind == "f8", of_loss))
     if not isinstance(value, float):
         return _VALUE[torch.float32]
     kinds = {_EXACT: precision(value), _HALF: torch.bfloat16}  # as the loss is
     return _VALUE[kinds.get(of_loss, torch.float32)]
+
+
+def _of_wide(is_wide: bool, of_loss: float) -> float:
+    """Of a number in double precision that may be made of a loss in single or in half:
+    ``np.mean([loss.item()])``, ``loss.double()``."""
+    kinds = {_EXACT: torch.float64, _HALF: torch.bfloat16}
+    return _VALUE[kinds.get(of_loss, torch.float32)] if is_wide else 0.0
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:
@@ -334,3 +344,12 @@ def is_rounding(one: Any, two: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or one.ndim:
         return False
     return two.ndim == 0 and abs(float(one) - float(two)) <= _NOTHING.get(one.dtype, 0.0)
+
+
+def why_unjoined(error: object) -> tuple[float, str]:
+    """How far results of micro-batches of one row each are from the whole's, by the text of a
+    `SplitError`; no way where there is none."""
+    if not isinstance(error, str):
+        return 0.0, ""
+    why = error.partition(": ")[2].partition(" (help:")[0]
+    return math.inf, f"the results of single rows cannot be joined: {why}"

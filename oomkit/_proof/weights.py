@@ -279,10 +279,12 @@ def _of_classes(
 ) -> Iterator[Weigher]:
     for which, weights in vectors:
         classes = [value for value in ignored if 0 <= value < len(weights) and labels.has(value)]
+        shifted = labels.tensor.ndim >= 2 and labels.tensor.shape[1] > 1
         for value in (-1, *classes):
-            text = f"mean over weights of the classes {name}{which}"
-            text += f" that are not {value}" * (value >= 0)
-            yield Weigher("classes", leaf, text, labels.tensor, value, weights)
+            but = f" that are not {value}" * (value >= 0)
+            for first, columns in ((0, ""), (1, "[:, 1:]"))[: 1 + shifted]:
+                text = f"mean over weights of the classes {name}{columns}{which}{but}"
+                yield Weigher("classes", leaf, text, labels.tensor, value, weights, first)
 
 
 def _of_numbers(leaf: int, name: str, tensor: torch.Tensor, known: Tried) -> Iterator[Weigher]:

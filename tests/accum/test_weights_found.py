@@ -106,6 +106,23 @@ def test_weights_of_classes_of_which_one_does_not_count(criterion: nn.Module | N
     _same(loss, _labelled, accumulation_steps=3)
 
 
+@pytest.mark.parametrize("ignored", [-100, 1])
+@pytest.mark.parametrize("steps", [2, 3, 12])
+def test_weights_of_the_classes_of_what_comes_next(ignored: int, steps: int) -> None:
+    """Labels that the loss shifts: the first column has none."""
+
+    def batch(call: int) -> tuple[torch.Tensor, ...]:
+        x = torch.randn(ROWS, 5, WIDTH).double()
+        y = torch.randint(0, CLASSES, (ROWS, 5))
+        return x, y.masked_fill(torch.rand(ROWS, 5) < 0.3, ignored)
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out, then = m(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten()
+        return F.cross_entropy(out, then, WEIGHTS, ignore_index=ignored)
+
+    _same(loss, batch, accumulation_steps=steps)
+
+
 def test_weights_of_the_classes_of_an_image() -> None:
     def batch(call: int) -> tuple[torch.Tensor, ...]:
         return torch.randn(ROWS, 2, 2, WIDTH).double(), torch.randint(0, CLASSES, (ROWS, 2, 2))

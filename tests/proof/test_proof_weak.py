@@ -125,6 +125,32 @@ def test_a_result_that_parts_cannot_make_is_refused_before_the_update(keep: bool
         assert torch.equal(one, two)
 
 
+def test_what_rows_alone_cannot_be_joined_to_is_refused_before_the_update() -> None:
+    """A state whose rows lie in another dimension: of one row each it has none to go by."""
+    torch.manual_seed(SEED)
+    lstm = nn.LSTM(WIDTH, CLASSES, batch_first=True).double()
+    optimizer = torch.optim.SGD(lstm.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in lstm.parameters()]
+
+    @oomkit.auto_batch(dim={"return": 0})
+    def step(x: torch.Tensor) -> tuple[float, torch.Tensor]:
+        if len(x) > 1 and torch.is_grad_enabled() and fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        optimizer.zero_grad()
+        out, (state, _) = lstm(x)
+        loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item(), state.detach()
+
+    fails = True
+    with pytest.raises(oomkit.SplitError, match=r"result\[1\]") as caught:
+        step(_batch()[0])
+    assert not getattr(caught.value, "__notes__", [])
+    for one, two in zip(before, lstm.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_two_rows_that_do_fit_are_compared_with_their_gradients() -> None:
     """The losses of such a step agree; only its gradients tell."""
     model = nn.Linear(WIDTH, CLASSES).double()

@@ -8,6 +8,7 @@ from collections import UserList
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,3 +232,37 @@ def test_single_precision_inside_a_step_in_double_is_rounding() -> None:
 
     for _ in range(3):
         step(torch.randn(64, 16).double(), torch.randint(0, 10, (64,)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda loss: loss.detach().double(),
+        lambda loss: np.float64(loss.item()),
+        lambda loss: np.mean([loss.item(), 2 * loss.item()]),
+        lambda loss: torch.tensor(loss.item() * 0.3, dtype=torch.float64),
+        lambda loss: {"loss": loss.item(), "mean": np.array([loss.item()] * 3).mean()},
+    ],
+)
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_wide_number_of_a_narrow_loss_is_as_exact_as_the_loss(
+    made: Callable[[torch.Tensor], object], is_wrong: bool
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor, y: torch.Tensor) -> object:
+        optimizer.zero_grad()
+        losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+        losses.mean().backward()
+        optimizer.step()
+        return made(losses.max() if is_wrong else losses.mean())
+
+    x, y = torch.randn(16, 6), torch.randint(0, 5, (16,))
+    refused = pytest.raises(oomkit.SplitError, match="of the joined parts")
+    for _ in range(1 if is_wrong else 3):
+        with inject_oom(nth=3, phase="backward"), refused if is_wrong else contextlib.nullcontext():
+            step(x, y)
