@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .objects import FOREIGN, method_of, names_of, undecorated, unwrap
+from .objects import FOREIGN, method_of, names_of, undecorated, unwrap, wrapped
 from .side_effects import _bind
 from .spots import own_of
 
@@ -38,8 +38,8 @@ _WRITERS = frozenset({"merge_adapter", "unmerge_adapter", "vector_to_parameters"
 _LOADERS = frozenset({"load_state_dict"})
 # Where one of these is named, a loop's variable may be a parameter.
 _LEADS = frozenset(
-    "bias data detach inference_mode modules named_modules named_parameters no_grad parameters "
-    "set_grad_enabled state_dict weight".split()
+    "bias data detach inference_mode modules named_modules named_parameters no_grad param_groups "
+    "parameters set_grad_enabled state_dict weight".split()
 )
 _SKIPPED = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "RESUME"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
@@ -207,12 +207,14 @@ class _Walk:
                 self.waiting.append((value, given))
 
     def method(self, value: object, name: str) -> None:
-        found = method_of(value, name)
-        if found is not None and found.__code__.co_argcount:
-            self.function(found, {found.__code__.co_varnames[0]: value})
+        for found in wrapped(method_of(value, name)):  # in torch.no_grad() as a decorator
+            if found.__code__.co_argcount:
+                self.function(found, {found.__code__.co_varnames[0]: value})
 
     def object(self, value: Any, names: list[str], depth: int) -> None:
         kind = type(value)
+        if isinstance(value, torch.optim.Optimizer):
+            self.optimizer(value, names)
         if isinstance(value, (torch.Tensor, type, *_OPTIMIZING)):
             return
         if isinstance(value, (types.FunctionType, functools.partial)) or (
@@ -233,6 +235,13 @@ class _Walk:
                     self.method(value, name)
                 self.method(value, "__call__")
             self.inside(value, names, depth)
+
+    def optimizer(self, value: torch.optim.Optimizer, names: list[str]) -> None:
+        """Methods beside its `step`, as those by which SAM climbs and comes back."""
+        if not _is_foreign(type(value)):
+            for name in names:
+                if name not in ("step", "zero_grad", "load_state_dict"):
+                    self.method(value, name)
 
     def module(self, value: types.ModuleType, names: list[str], depth: int) -> None:
         """What the code names of a module of the user's: helpers.attack(model)."""

@@ -173,6 +173,45 @@ def _merged() -> World:
     return list(model.parameters()), step
 
 
+class _SAM(torch.optim.Optimizer):
+    """Climbs in one method and comes back in another, as sharpness-aware minimisation does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["old"] = p.clone()
+                    p.add_(p.grad)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.copy_(self.state[p]["old"])
+        self.base.step()
+
+
+def _sharpness_aware() -> World:
+    model = _net()
+    optimizer = _SAM(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.first_step()
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.second_step()
+
+    return list(model.parameters()), step
+
+
 WORLDS: dict[str, Callable[[], World]] = {
     "byol": _byol,
     "moco": _moco,
@@ -182,6 +221,7 @@ WORLDS: dict[str, Callable[[], World]] = {
     "mezo": _mezo,
     "max_norm": _max_norm,
     "merged": _merged,
+    "sharpness aware": _sharpness_aware,
 }
 
 
