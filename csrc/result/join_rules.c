@@ -190,7 +190,7 @@ oomkit_place_say_mean(const oomkit_rules *r, const oomkit_place *where, int summ
     if (unknown != NULL || PyErr_Occurred()) {
         return unknown == NULL ? -1 : oomkit_place_warn(r, where, unknown);
     }
-    if (summed || where->is_loss || !r->evaluation) {
+    if (summed || !r->evaluation) {
         return oomkit_place_say(r, where, summed ? "added" : "averaged");
     }
     return oomkit_place_warn(

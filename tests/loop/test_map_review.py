@@ -118,3 +118,11 @@ def test_functions_that_have_not_run_when_they_return_are_refused(x):
     for fn in (waits, yields):
         with pytest.raises(TypeError, match="coroutine or a generator"):
             oomkit.map(fn, x)
+
+
+@pytest.mark.parametrize("form", [lambda x: x.sum().item(), lambda x: {"loss": x.sum()}])
+def test_a_number_for_the_batch_is_said_to_be_averaged(form, caplog):
+    x = torch.arange(8.0)
+    with inject_oom(nth=1):
+        oomkit.map(form, x)
+    assert "averaged over the rows: correct for a mean over rows" in caplog.text

@@ -243,6 +243,21 @@ def test_the_loss_of_a_sum_is_said_to_be_added(caplog):
     assert said(caplog) == ["result['loss'] added", f"result['mean'] {MEAN}"]
 
 
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        (lambda x: x.sum().item(), "result"),
+        (lambda x: {"loss": x.sum()}, "result['loss']"),
+        (lambda x: (x.max(), x), "result[0]"),
+    ],
+)
+def test_in_the_place_of_a_loss_it_is_said_too(form, place, caplog):
+    """Nothing has proven that it is a mean where nothing needs a gradient."""
+    with torch.no_grad():
+        split(form)
+    assert f"{place} {MEAN}" in said(caplog)
+
+
 def test_nothing_is_said_of_a_whole_call(caplog):
     caplog.set_level(logging.INFO, "oomkit")
     decorated(lambda x: {"loss": x.mean().item(), "n": 1})(batch_of())
