@@ -56,6 +56,13 @@ _ARRAY_CHANGES = frozenset(
 _MODULE_SETS = frozenset(
     "eval train zero_grad requires_grad_ to cpu cuda float half bfloat16 double".split()
 )
+# These give what the module has.
+_MODULE_HAS = frozenset(
+    "parameters named_parameters buffers named_buffers state_dict get_parameter get_buffer modules"
+    " named_modules children named_children get_submodule".split()
+)
+_UPDATING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_UPDATES = frozenset({"step", "add_param_group", "load_state_dict"})
 # What a value that is not known might be: a list, dictionary, set, queue, file, iterator.
 _CHANGES = frozenset(
     "append appendleft extend extendleft insert pop popleft popitem remove discard add clear"
@@ -69,6 +76,7 @@ _PURE = frozenset(
     " getattr hasattr hash hex id isinstance issubclass iter len list map max min next oct ord"
     " pow range repr reversed round set slice sorted str sum tuple type zip".split()
 )
+_PICKS = frozenset({"getattr", "max", "min", "next"})
 _TOLD = (warnings.warn, gc.collect, time.sleep, torch.manual_seed)  # leave nothing to count
 _PURE_MODULES = ("math", "_operator", "operator", "itertools", "cmath", "_bisect", "copy")
 _LAZY = Value(Kind.ITER, (), UNKNOWN)
@@ -217,7 +225,8 @@ class _Call:
         return self._unknown(name, ITEM if kind is Kind.ITEM else UNKNOWN)
 
     def _unknown(self, name: str, result: Value, text: str = "") -> Value:
-        if self.is_dropped or name in _CHANGES or _is_in_place(name):
+        is_flag = name == "requires_grad_"  # the same the second time
+        if (self.is_dropped and not is_flag) or name in _CHANGES or _writes(name):
             self.changes(text or f"....{name}", fails=name in _CHANGES - _WHOLE)
         return result
 
@@ -245,7 +254,9 @@ class _Call:
         if isinstance(held, nn.Module):
             if self.is_dropped and name not in _MODULE_SETS:
                 self.changes(text)
-            return FRESH
+            return UNKNOWN if name in _MODULE_HAS else FRESH
+        if isinstance(held, _UPDATING) and name in _UPDATES:
+            self.changes(text)
         if held is MISSING:
             return self._unknown(name, UNKNOWN, text)
         if self.is_dropped:
@@ -338,8 +349,9 @@ class _Call:
     def _of_torch(self, held: Any, text: str) -> Value:
         out = self.by_name.get("out")
         given = [v for v in self.given if v.kind is Kind.OUTER and v is not out]
-        changed = [v for v in given if isinstance(value_of(v.path), torch.Tensor)]
-        if _is_in_place(str(getattr(held, "__name__", ""))) and given:
+        changed = [v for v in given if _is_memory(value_of(v.path))]
+        name = str(getattr(held, "__name__", ""))
+        if _is_in_place(name) and (given or (name[:1] == "_" and level(self.given) is not FRESH)):
             self.changes(text)
         if self.is_dropped and (isinstance(held, nn.Module) or given):
             self.changes(text)
@@ -347,6 +359,8 @@ class _Call:
 
     def _builtin(self, held: Any, home: str, text: str) -> Value:
         name = held.__name__
+        if home == "builtins" and name in _PICKS and level(self.given) is not FRESH:
+            return UNKNOWN  # one of the things in it
         if home == "builtins" and name in _PURE or home in _PURE_MODULES and name[:1] != "i":
             if name in ("setitem", "delitem", "insort_left", "insort_right"):
                 self.changes(text)
@@ -378,5 +392,13 @@ def _is_array(held: Any) -> bool:
     return type(held).__module__ == "numpy" and hasattr(held, "dtype")
 
 
+def _writes(name: str) -> bool:
+    return _is_in_place(name) and name != "requires_grad_"
+
+
+def _is_memory(held: Any) -> bool:
+    return isinstance(held, torch.Tensor) or _is_array(held)
+
+
 def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_")
+    return name.endswith("_") and (not name.startswith("_") or name.startswith("_foreach_"))

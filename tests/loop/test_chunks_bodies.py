@@ -76,6 +76,7 @@ def run(x, fails, label):
     t, u, total, rows_of = torch.zeros(()), torch.zeros(()), 0.0, torch.zeros(12)
     extend, put = l.extend, functools.partial(l.append)
     model = nn.Linear(1, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
     names = iter(range(100))
     mine, other, view, listed = out, meter, rows_of[:], [0]
     both = (listed,)
@@ -162,6 +163,14 @@ TWICE = {
     "a list in a tuple": "(one,) = both\none[0] = listed[0] + 1\nfails()",
     "a tensor by a view": "rows_of[part.long()] = view[part.long()] + 1\nfails()",
     "np.add with a third argument": "new = np.add(hist, len(part), hist)\nfails()",
+    "a list by getattr": "getattr(meter, 'seen').append(part)\nfails()",
+    "the longest of some lists": "longest = max([l, l1], key=len)\nlongest.append(part)\nfails()",
+    "parameters of a model": "for p in model.parameters():\n    p.data.add_(1)\nfails()",
+    "a parameter by its name": "p = model.get_parameter('weight')\np.data += 1\nfails()",
+    "a state_dict": "weights = model.state_dict()\nweights['weight'].add_(1)\nfails()",
+    "an update whose result is used": "loss = opt.step()\nfails()",
+    "a function of many tensors": "torch._foreach_add_([t], 1)\nfails()",
+    "an array as a tensor": "shared = torch.from_numpy(hist)\nshared.add_(1)\nfails()",
     "an operator's function": "import operator\noperator.iadd(l, part.tolist())\nfails()",
 }
 
@@ -205,6 +214,10 @@ ONCE = {
     "    fails()",
     "asserts and lookups": "assert len(part) == parts.stop - parts.start\ny = out['a']\n"
     "n = len(l) + len(d.get(key, ()))\nfails()",
+    "parameters that are looked at": "n = sum(p.numel() for p in model.parameters())\n"
+    "for p in model.parameters():\n    p.requires_grad_(False)\nfails()\nl.append(part)",
+    "the larger of two numbers": "best = max(part.max().item(), 0)\nfails(best)\nl.append(part)",
+    "an attribute by getattr": "y = getattr(model, 'weight').sum() + part\nfails()\nl.append(y)",
     "module in evaluation": "model.eval()\nmodel.requires_grad_(False)\nfails()",
     "numpy": "y = part.numpy().copy()\ny[0] = 1\nz = np.concatenate([y, y]).sum()\nfails()",
     "try and except": "try:\n    y = int('x')\nexcept ValueError:\n    y = 1\nfails()",
