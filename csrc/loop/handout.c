@@ -153,6 +153,30 @@ body_kept(const oomkit_chunks *self)
     return kept;
 }
 
+/* The generators that the part went through to the loop at `where`, each with its frame
+ * and the instruction that asked. New reference to a tuple, or NULL. */
+static PyObject *
+generators_of(const oomkit_chunks *self, const oomkit_chunks_frame *where)
+{
+    Py_ssize_t n = where - self->frames, i;
+    PyObject *found = PyTuple_New(n); /* owned */
+
+    for (i = 0; found != NULL && i < n; i++) {
+        PyFrameObject *frame = (PyFrameObject *)self->frames[i].frame; /* borrowed */
+        OWNED PyObject *generator =
+            PyFrame_GetGenerator(frame); /* NULL: it has ended */
+        PyObject *one =                  /* owned */
+            Py_BuildValue("OOi", generator == NULL ? Py_None : generator, frame,
+                          self->frames[i].instruction);
+        if (one == NULL) {
+            Py_CLEAR(found);
+        } else {
+            PyTuple_SET_ITEM(found, i, one);
+        }
+    }
+    return found;
+}
+
 /* May the body run again for its rows? 1; 0 with *why (owned str) where it may not; -1.
  */
 static int
@@ -161,16 +185,17 @@ body_judge(const oomkit_chunks *self, PyObject *exception, PyObject **why)
     PyFrameObject *frame = PyEval_GetFrame(); /* borrowed */
     const oomkit_chunks_frame *where = frame_of(self, frame);
     OWNED PyObject *kept = where == NULL ? NULL : body_kept(self);
+    OWNED PyObject *generators = kept == NULL ? NULL : generators_of(self, where);
     OWNED PyObject *answer = NULL;
     long instruction = -1;
 
-    if (where != NULL && kept == NULL) {
+    if (where != NULL && generators == NULL) {
         return -1;
     }
     answer = where == NULL ? PyLong_FromLong(-1)
-                           : PyObject_CallFunction(self->st->loop_judge, "OiOOO", frame,
-                                                   PyFrame_GetLasti(frame), exception,
-                                                   self, kept);
+                           : PyObject_CallFunction(self->st->loop_judge, "OiOOOO",
+                                                   frame, PyFrame_GetLasti(frame),
+                                                   exception, self, kept, generators);
     if (answer == NULL) {
         return -1;
     }
@@ -285,6 +310,9 @@ oomkit_chunks_guard_failed(PyObject *chunks, uint64_t part, int order,
     phase = oomkit_phase_set(self->st, OOMKIT_PHASE_RECOVERY);
     self->busy = 1; /* participants are the user's */
     status = oomkit_recover_roll_back(call);
+    if (status == 0) { /* set_grad_enabled() of the body; contexts have been left */
+        status = oomkit_modes_entry_back(call);
+    }
     self->busy = 0;
     oomkit_phase_set(self->st, phase);
     self->failed = status == 0;

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dis
 import gc
 import inspect
+import itertools
 import weakref
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -33,6 +34,8 @@ from .._code.body_values import (
 _CLEARING = frozenset(
     {"POP_TOP", "POP_EXCEPT", "NOP", "CACHE", "EXTENDED_ARG", "RESUME", "NOT_TAKEN", "TO_BOOL"}
 )
+# Generators of these yield each part once; what they count is rows that were handed out.
+_PROGRESS = frozenset({"alive_progress", "click", "fastprogress", "progressbar", "rich", "tqdm"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP"})
 _IF_TRUE = frozenset({"POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE"})
 
@@ -50,22 +53,24 @@ def _ends_block(instructions: list[dis.Instruction], at: int) -> int:
 
 @lru_cache(maxsize=256)
 def loop_after(code: CodeType, instruction: int) -> int:
-    """The FOR_ITER that is next when the exception at a block's end is ended there.
+    """The instruction that asks for the next part when the exception at a block's end is ended
+    there.
 
     `instruction` is the offset at which the block's ``__exit__`` is called with the
-    exception. -1 when any statement of the program comes before, or no loop.
+    exception, or of the `yield` that a generator waits in. -1 when any statement of the program
+    comes before, or no loop.
     """
     instructions = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
     places = {i.offset: n for n, i in enumerate(instructions)}
     at = places.get(instruction, -1)
-    if at < 0 or instructions[at].opname != "WITH_EXCEPT_START":
+    if at < 0 or instructions[at].opname not in ("WITH_EXCEPT_START", "YIELD_VALUE"):
         return -1
     seen: set[int] = set()
     while at not in seen:
         seen.add(at)
         at += 1
         this = instructions[at]
-        if this.opname == "FOR_ITER":
+        if this.opname in ("FOR_ITER", "SEND"):  # for part in parts, or yield from parts
             return this.offset
         if this.opname in _JUMPS or this.opname in _IF_TRUE:
             at = places[this.argval] - 1
@@ -153,20 +158,48 @@ def _has_run(found: Found, failed: int, before: set[int]) -> bool:
     return found.at == failed if found.is_partial else found.at in before
 
 
-def _paired(parts: object) -> bool:
-    """Is the loop's iterator a zip() or map() of this one and others, which would go on?"""
+Generators = tuple[tuple[object, FrameType, int], ...]
+
+
+def _taken_by(parts: object) -> str:
+    """What has taken parts out of this iterator for something else than a loop: a zip() goes on
+    with its other iterators, an islice() counts, the function of a filter() has seen them."""
     for referrer in gc.get_referrers(parts):
-        if isinstance(referrer, (zip, map)):
-            return True
-        if type(referrer) is tuple and any(
-            isinstance(outer, (zip, map)) for outer in gc.get_referrers(referrer)
-        ):
-            return True
-    return False
+        for outer in [referrer, *(gc.get_referrers(referrer) if type(referrer) is tuple else ())]:
+            kind = type(outer)
+            if kind in (zip, map, filter) or (
+                kind.__module__ == "itertools" and kind is not itertools.chain
+            ):
+                return (
+                    f"the parts come through {kind.__name__}(), which has gone on: give all of its "
+                    "batches to one chunks(), and loop over that"
+                )
+    return ""
+
+
+def _between(generators: Generators, held: tuple[Any, ...]) -> str:
+    """What generators that the parts come through do but yield them, or ""."""
+    for generator, frame, asked in generators:
+        if told := _taken_by(generator):
+            return told
+        code, last = frame.f_code, frame.f_lasti
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _PROGRESS:
+            continue
+        told = _done(frame, asked, last, last, held) or ""
+        if loop_after(code, last) != asked:
+            told = "it does more than `for part in parts: yield part`"
+        if told:
+            return f"the parts come through {code.co_name}(): {told}; loop over chunks() itself"
+    return ""
 
 
 def loop_judge(
-    frame: FrameType, instruction: int, error: BaseException, parts: object, kept: tuple[Any, ...]
+    frame: FrameType,
+    instruction: int,
+    error: BaseException,
+    parts: object,
+    kept: tuple[Any, ...],
+    generators: Generators,
 ) -> int | str:
     """The FOR_ITER that asks for the next part, once the block at whose end `frame` is has
     ended `error`; -1 where something else comes first. A text where the body has done, or may
@@ -180,13 +213,10 @@ def loop_judge(
         traceback = traceback.tb_next
     if loop < 0 or traceback is None:
         return loop
-    if _paired(parts):
-        return (
-            "the parts come through zip() or map(), whose other iterators have gone on: give "
-            "all of them to one chunks()"
-        )
-    held = [one() if isinstance(one, weakref.ref) else one for one in kept]
-    done = _done(frame, loop, traceback.tb_lasti, instruction, (*held, parts))
+    held = (*(one() if isinstance(one, weakref.ref) else one for one in kept), parts)
+    if told := _taken_by(parts) or _between(generators, held):
+        return told
+    done = _done(frame, loop, traceback.tb_lasti, instruction, held)
     return f"{done}, and would once more for these rows: {_ADVICE}" if done else loop
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -260,6 +261,92 @@ def test_a_loop_through_a_generator(x, request):
         with oomkit.guard():
             outputs.append((number, len(once(part, [1] if number == 0 else []))))
             break
+
+
+def _one_ahead(parts):
+    it = iter(parts)
+    ahead = next(it, None)
+    while ahead is not None:
+        this, ahead = ahead, next(it, None)
+        yield this
+
+
+def _halves(parts):
+    for part in parts:
+        yield from part.split((len(part) + 1) // 2)
+
+
+def _both_signs(parts):
+    for part in parts:
+        yield part
+        yield -part
+
+
+def _numbered(parts):
+    count = 0
+    for part in parts:
+        count += len(part)
+        yield part
+
+
+def _named(parts):
+    names = iter("abcdefgh")
+    for part in parts:
+        next(names)
+        yield part
+
+
+def _plain(parts):
+    for part in parts:
+        shown = part
+        yield shown
+
+
+@pytest.mark.parametrize(
+    ("through", "told"),
+    [
+        pytest.param(
+            _one_ahead,
+            "_one_ahead(): it does more than",
+            marks=pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning"),
+        ),
+        (_halves, "_halves(): it does more than"),
+        (_both_signs, "_both_signs(): it does more than"),
+        (_numbered, "`count` may have changed"),
+        (_named, "`next(names)`"),
+        (lambda parts: itertools.islice(parts, 3), "islice()"),
+        (lambda parts: itertools.islice(_plain(parts), 3), "islice()"),
+        (lambda parts: itertools.takewhile(lambda part: True, parts), "takewhile()"),
+        (lambda parts: filter(lambda part: True, parts), "filter()"),
+        (lambda parts: map(lambda part: part, parts), "map()"),
+        (lambda parts: (p for p, _ in itertools.zip_longest(parts, "ab")), "zip_longest()"),
+    ],
+)
+def test_an_iterator_that_has_gone_on(through, told, x, request):
+    """Rows would be lost, come twice, or come with another name."""
+    got, failures = [], [1]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        for part in through(oomkit.chunks(x, label=request.node.name, micro_batch=5)):
+            with oomkit.guard():
+                got += once(part, failures)
+    assert told in note_of(caught) and got == []
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        _plain,
+        itertools.chain,
+        lambda parts: _plain(_plain(parts)),
+        lambda parts: (p for p in parts),
+    ],
+)
+def test_an_iterator_that_only_hands_on(through, x, request):
+    outputs, failures = [], [1]
+    for part in through(oomkit.chunks(x, label=request.node.name, micro_batch=5)):
+        with oomkit.guard():
+            outputs += once(part, failures)
+    assert outputs == x.tolist()
 
 
 def test_a_generator_with_a_loop_that_is_closed(x, request):
