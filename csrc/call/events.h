@@ -114,6 +114,8 @@ typedef struct oomkit_wiring {
     const oomkit_outside *outside;
     /* a backward that accumulates begins in a part of a loop. 0 or -1. */
     int (*part_runs_backward)(oomkit_state *st);
+    /* the call of the loop that has a part out in this thread: borrowed, or NULL */
+    oomkit_call *(*part_call)(const oomkit_state *st);
     /* everything was put back, as `result` and *message say, but for gradients of
      * earlier calls that have gone: that of oomkit_take_back() now. `error` (borrowed,
      * or NULL) is raised afterwards */

@@ -3,6 +3,8 @@
 #include "chunks.h"
 #include "../batch/batch.h"
 #include "../engine/engine.h"
+#include "../plain/plain.h"
+#include "../plain/plain_state.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 #include "../undo/undo.h"
@@ -139,6 +141,7 @@ static int
 begin_participants(oomkit_chunks *self)
 {
     oomkit_call *call = &self->call;
+    int is_new = 0;
 
     if (self->parts == NULL) {
         self->parts = oomkit_chunks_known_parts(self);
@@ -150,14 +153,26 @@ begin_participants(oomkit_chunks *self)
         self->parts = NULL;
     }
     if (self->parts == NULL) {
-        self->parts = oomkit_participants_find(
-            self->st, &self->options,
-            self->func == NULL ? call->given.func : self->func, NULL, 0, 0);
+        self->parts = oomkit_participants_find(self->st, &self->options,
+                                               call->given.func, NULL, 0, 0);
         if (self->parts == NULL || oomkit_chunks_know_parts(self) < 0) {
             return -1;
         }
+        is_new = 1;
     }
-    return oomkit_call_take_part(call, self->parts);
+    if (oomkit_call_take_part(call, self->parts) < 0) {
+        return -1;
+    }
+    if (self->func ==
+        NULL) { /* of a loop's body nothing is put back: see body_judge() */
+        return 0;
+    }
+    if (call->parts->writes == NULL && oomkit_writes_look(call) < 0) {
+        return -1;
+    }
+    /* twice, as of a step: what the first call makes may be there then */
+    return is_new || self->site->plain_looked == 1 ? oomkit_plain_find(call, !is_new)
+                                                   : 0;
 }
 
 static int
@@ -171,6 +186,9 @@ begin_capture(oomkit_chunks *self)
     call->given.args = self->args;
     call->given.nargsf = (size_t)self->positional;
     call->given.kwnames = self->kwnames;
+    if (self->func != NULL) {
+        call->given.func = self->func;
+    }
     call->log.number = ++self->site->calls;
     call->is_last = 1;
     call->shape.bucket = self->bucket;
@@ -297,6 +315,7 @@ part_begin(oomkit_chunks *self)
     PyObject *part; /* owned */
 
     oomkit_savepoint_end_attempt(call);
+    oomkit_savepoint_notes_end(call);
     if (oomkit_savepoint_take(call) < 0 ||
         (call->cut->at > 0 && part_remark(self) < 0)) {
         return NULL;

@@ -5,7 +5,7 @@
 
 #include "../call/step.h"
 
-#define OOMKIT_CHUNKS_FRAMES 2 /* a loop's own frame, below one generator (tqdm) */
+#define OOMKIT_CHUNKS_FRAMES 4 /* a loop's own frame, below generators (tqdm) */
 
 typedef enum {
     OOMKIT_CHUNKS_FRESH = 0,
@@ -100,6 +100,9 @@ oomkit_chunks_take_in(oomkit_chunks *self);
 /* The loop that has a part in this thread, the innermost one. Borrowed, or NULL. */
 oomkit_chunks *
 oomkit_chunks_of_thread(const oomkit_state *st);
+/* Its call. */
+oomkit_call *
+oomkit_chunks_call(const oomkit_state *st);
 
 /* Another part, or none: nothing is known of what it shares with other ranks. */
 void

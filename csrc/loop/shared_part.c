@@ -22,6 +22,14 @@ oomkit_chunks_of_thread(const oomkit_state *st)
     return part_from(st->chunks_out);
 }
 
+oomkit_call *
+oomkit_chunks_call(const oomkit_state *st)
+{
+    oomkit_chunks *self = oomkit_chunks_of_thread(st);
+
+    return self == NULL ? NULL : &self->call;
+}
+
 void
 oomkit_chunks_share_nothing(oomkit_chunks *self)
 {

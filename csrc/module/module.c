@@ -381,8 +381,9 @@ module_mode_changes(PyObject *module, PyObject *target)
 
 /* The user's code registers a hook, or is about to remove it: tables, id. */
 static PyObject *
-module_hooks_change(PyObject *Py_UNUSED(module), PyObject *args)
+module_hooks_change(PyObject *module, PyObject *args)
 {
+    const oomkit_state *st = oomkit_state_of_module(module);
     PyObject *tables, *id; /* borrowed */
     Py_ssize_t i;
 
@@ -390,7 +391,7 @@ module_hooks_change(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     for (i = 0; i < PyTuple_GET_SIZE(tables); i++) {
-        if (oomkit_hooks_note(PyTuple_GET_ITEM(tables, i), id) < 0) {
+        if (oomkit_hooks_note(st, PyTuple_GET_ITEM(tables, i), id) < 0) {
             return NULL;
         }
     }

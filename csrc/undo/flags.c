@@ -18,7 +18,7 @@
 int
 oomkit_flags_note(oomkit_state *st, PyObject *module)
 {
-    oomkit_call *call = oomkit_call_current();
+    oomkit_call *call = oomkit_call_noting(st);
     OWNED PyObject *address = NULL, *flag = NULL, *ref = NULL, *pair = NULL;
     PyObject *known; /* borrowed from the dict */
 
@@ -127,8 +127,7 @@ oomkit_flags_keep(oomkit_call *call)
     OWNED PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
     OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
 
-    Py_CLEAR(call->entry.flags);
-    Py_CLEAR(call->entry.hooks);
+    oomkit_savepoint_notes_end(call);
     if (now == NULL) {
         return -1;
     }

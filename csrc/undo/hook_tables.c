@@ -25,9 +25,9 @@ note_new(PyObject *table)
 }
 
 int
-oomkit_hooks_note(PyObject *table, PyObject *id)
+oomkit_hooks_note(const oomkit_state *st, PyObject *table, PyObject *id)
 {
-    oomkit_call *call = oomkit_call_current();
+    oomkit_call *call = oomkit_call_noting(st);
     OWNED PyObject *address = NULL, *there = NULL, *fresh = NULL;
     PyObject *note, *hook; /* borrowed */
 
@@ -36,7 +36,7 @@ oomkit_hooks_note(PyObject *table, PyObject *id)
     }
     hook = PyDict_GetItemWithError(table, id);
     if (hook == NULL ? PyErr_Occurred() != NULL
-                     : Py_IS_TYPE(hook, (PyTypeObject *)call->st->hook_type)) {
+                     : Py_IS_TYPE(hook, (PyTypeObject *)st->hook_type)) {
         return hook == NULL ? -1 : 0; /* our own, from C: the frame is the user's */
     }
     if (call->entry.hooks == NULL && (call->entry.hooks = PyDict_New()) == NULL) {

@@ -14,6 +14,12 @@ oomkit_call_current(void)
     return current_call;
 }
 
+oomkit_call *
+oomkit_call_noting(const oomkit_state *st)
+{
+    return current_call != NULL ? current_call : st->wiring->part_call(st);
+}
+
 oomkit_call **
 oomkit_call_current_place(void)
 {
@@ -298,6 +304,13 @@ oomkit_savepoint_end_attempt(oomkit_call *call)
     oomkit_updates_forget(call);
 }
 
+void
+oomkit_savepoint_notes_end(oomkit_call *call)
+{
+    Py_CLEAR(call->entry.flags);
+    Py_CLEAR(call->entry.hooks);
+}
+
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
 void
 oomkit_savepoint_end(oomkit_call *call)
@@ -305,8 +318,7 @@ oomkit_savepoint_end(oomkit_call *call)
     oomkit_plain_keep(call, 0);
     oomkit_savepoint_end_attempt(call);
     oomkit_grads_release(call);
-    Py_CLEAR(call->entry.flags);
-    Py_CLEAR(call->entry.hooks);
+    oomkit_savepoint_notes_end(call);
     oomkit_params_unmark(call);
     oomkit_param_slots_release(call);
     if (call->entry.undone.room > 0) {
@@ -335,8 +347,7 @@ oomkit_savepoint_move_back(oomkit_call *call, oomkit_savepoint *from)
 {
     oomkit_rng_release(call);
     oomkit_buffers_release(call);
-    Py_CLEAR(call->entry.flags);
-    Py_CLEAR(call->entry.hooks);
+    oomkit_savepoint_notes_end(call);
     oomkit_savepoint_move(&call->entry, from);
 }
 

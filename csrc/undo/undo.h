@@ -179,7 +179,7 @@ oomkit_grads_end_micro(oomkit_call *call);
 /* The user's code registers the hook `id` in this table of torch's, or is about to
  * remove it. 0 or -1. */
 int
-oomkit_hooks_note(PyObject *table, PyObject *id);
+oomkit_hooks_note(const oomkit_state *st, PyObject *table, PyObject *id);
 /* Do other hooks stand in the tables than at entry? 1, 0 or -1. */
 int
 oomkit_hooks_moved(oomkit_call *call);
@@ -292,6 +292,10 @@ oomkit_recover_undo(oomkit_call *call);
 /* The call in progress on this thread, or NULL. */
 oomkit_call *
 oomkit_call_current(void);
+/* Or that of the loop that has a part out in this thread: whose marks tell how
+ * everything was. */
+oomkit_call *
+oomkit_call_noting(const oomkit_state *st);
 void
 oomkit_call_set_current(oomkit_call *call);
 /* Where the calling thread keeps it. */
@@ -309,6 +313,10 @@ int
 oomkit_params_sample(oomkit_call *call);
 void
 oomkit_savepoint_end_attempt(oomkit_call *call);
+/* What was noted where it was about to change, since the entry of the call: the entry
+ * is now. */
+void
+oomkit_savepoint_notes_end(oomkit_call *call);
 /* 0 everything is as at entry; 1 it cannot be: *message (owned str) says what and which
  * line to change; -1 error. */
 int

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from .._code.objects import FOREIGN, LIBRARIES
+from .._code.objects import FOREIGN, LIBRARIES, unwrap
 
 # Modules of torch whose functions register and remove hooks for their caller.
 _HOOKS = frozenset(
@@ -69,7 +69,8 @@ def watch_hooks() -> None:
 
     @functools.wraps(remove)
     def remove_hook(self: RemovableHandle) -> None:
-        if not is_compiling() and _is_of_user(sys._getframe(1)):
+        frame = sys._getframe(1)
+        if not is_compiling() and _is_of_user(frame) and not _is_done(self, frame):
             _C._hooks_change(_tables(self), self.id)
         remove(self)
 
@@ -80,6 +81,18 @@ def watch_hooks() -> None:
 def _tables(handle: RemovableHandle) -> tuple[Any, ...]:
     refs = (handle.hooks_dict_ref, *handle.extra_dict_ref)
     return tuple(table for ref in refs if (table := ref()) is not None)
+
+
+def _is_done(handle: RemovableHandle, frame: types.FrameType | None) -> bool:
+    """Whether a hook takes itself out, having made what it was there to make: buffers of a first
+    batch, say, which stay where only the whole batch has them."""
+    hook = next((table.get(handle.id) for table in _tables(handle)), None)
+    function, _, _ = unwrap(hook, (), {})
+    while function is not None and frame is not None:
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_of_user(frame: types.FrameType | None) -> bool:

@@ -338,6 +338,41 @@ MUTANTS = [
         ("undo/test_set_and_put_back.py::test_it_is_as_at_entry_when_the_step_begins_again",),
     ),
     Mutant(
+        "map-keeps-what-failed",
+        "what the function of a map has changed in a part that failed goes back",
+        "csrc/loop/chunks.c",
+        "    return is_new || self->site->plain_looked == 1 ? oomkit_plain_find(call, !is_new)",
+        "    return 0 ? oomkit_plain_find(call, !is_new)",
+        ("loop/test_map_undone.py::test_attributes_and_counters",),
+    ),
+    Mutant(
+        "modes-of-a-part-stay",
+        "train() and hooks of a part of a loop that failed go back",
+        "csrc/undo/savepoint.c",
+        "return current_call != NULL ? current_call : st->wiring->part_call(st);",
+        "return current_call;",
+        ("loop/test_map_undone.py::test_modes_and_hooks_in_the_body_of_a_loop",),
+    ),
+    Mutant(
+        "generators-do-as-they-like",
+        "a generator between the parts and the loop that does more than yield them is refused",
+        "oomkit/_engine/loops.py",
+        "if told := _taken_by(parts) or _between(generators, held):",
+        "if told := _taken_by(parts):",
+        ("loop/test_chunks_misuse.py::test_an_iterator_that_has_gone_on",),
+    ),
+    Mutant(
+        "climbs-stay",
+        "what a method of an optimizer writes to parameters in a failed attempt goes back",
+        "oomkit/_code/writes.py",
+        "            self.optimizer(value, names)",
+        "            pass",
+        (
+            "plain/test_written_parameters.py"
+            "::test_a_failed_attempt_leaves_parameters_as_they_were_or_the_step_is_done",
+        ),
+    ),
+    Mutant(
         "frozen-stays",
         "requires_grad of parameters is as at entry when an attempt begins again",
         "csrc/undo/flags.c",
