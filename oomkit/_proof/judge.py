@@ -609,13 +609,13 @@ class Proof:
 
     def _compare_unjoined(self, whole: Run, made: Run) -> None:
         """Parts of one row that could not be joined: what has no rows must be one value."""
-        self._fail(*values.why_unjoined(self.unjoined))  # nor can the call's, of one row, too
+        if isinstance(self.unjoined, str):  # nor can the call's own, which have one row, too
+            self._fail(math.inf, values.why_unjoined(self.unjoined))
         for place, one in whole.results.items():
             parts = [each.get(place) for each in made.each]
-            has_none = isinstance(one, str) or (isinstance(one, torch.Tensor) and one.ndim > 0)
-            is_alike = all(getattr(p, "shape", "") == getattr(one, "shape", "") for p in parts)
-            most = self._result_limit(one) if has_none and is_alike else math.inf
-            if any(values.gap(one, part) > most for part in parts):
+            known = isinstance(one, (str, torch.Tensor)) and getattr(one, "ndim", 1) > 0
+            known = known and all(getattr(p, "shape", 0) == getattr(one, "shape", 0) for p in parts)
+            if known and any(values.gap(one, p) > self._result_limit(one) for p in parts):
                 self._fail(1.0, f"the parts' {place} cannot be joined: it has no rows")
 
     def _compare_draws(self) -> None:

@@ -346,10 +346,7 @@ def is_rounding(one: Any, two: Any) -> bool:
     return two.ndim == 0 and abs(float(one) - float(two)) <= _NOTHING.get(one.dtype, 0.0)
 
 
-def why_unjoined(error: object) -> tuple[float, str]:
-    """How far results of micro-batches of one row each are from the whole's, by the text of a
-    `SplitError`; no way where there is none."""
-    if not isinstance(error, str):
-        return 0.0, ""
+def why_unjoined(error: str) -> str:
+    """What a `SplitError` says of the results of micro-batches of one row each."""
     why = error.partition(": ")[2].partition(" (help:")[0]
-    return math.inf, f"the results of single rows cannot be joined: {why}"
+    return f"the results of single rows cannot be joined: {why}"
