@@ -65,6 +65,10 @@ class BatchSizeSearch:
         return (low + high) // 2
 
 
+# Functions that return before they run; partials of them, too.
+_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
@@ -174,7 +178,7 @@ reduce_batch_size_fn=None, *, grow_back=False)
         No size was found; a note tells which were tried. The next call tries the smallest
         of them once more.
     TypeError
-        The batch size was passed by the caller too.
+        The batch size was passed by the caller too; or `function` is a generator or a coroutine.
     """
     if function is None:
         return functools.partial(
@@ -188,6 +192,11 @@ reduce_batch_size_fn=None, *, grow_back=False)
             "find_executable_batch_size() expected a function to decorate, got "
             f"{type(function).__name__!r}; pass starting_batch_size= by name"
             f"{_C.see('options')}"
+        )
+    if any(is_one(function) for is_one in _LATER):
+        raise TypeError(
+            "find_executable_batch_size() cannot decorate an async or a generator function, which "
+            f"would run out of memory behind it: decorate what it calls{_C.see('decoration')}"
         )
     if grow_back and reduce_batch_size_fn is not None:
         raise TypeError(

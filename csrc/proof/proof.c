@@ -825,6 +825,7 @@ prove(oomkit_call *call)
     }
     Py_CLEAR(p.rule);
     Py_CLEAR(p.rules);
+    Py_CLEAR(p.raised);
     Py_CLEAR(p.draws);
     Py_CLEAR(p.around);
     Py_CLEAR(p.judge);

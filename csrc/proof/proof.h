@@ -51,7 +51,8 @@ typedef struct oomkit_proof {
     int by_chance;            /* numbers are drawn all the same: compared coarsely */
     int moved;                /* ... in the last run without a graph */
     int unfit;                /* which has run out of memory */
-    int raises;               /* ... or raised another error */
+    int raises;               /* ... or raised another error, */
+    PyObject *raised;         /* owned: which says this, or NULL */
     int trained;              /* a backward was seen */
     int unjoined;             /* results of parts of one row could not be joined */
     uint64_t sequence;        /* of the events of the whole run */

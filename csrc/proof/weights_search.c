@@ -87,8 +87,10 @@ oomkit_proof_weakly(oomkit_proof *p, PyObject **text)
         return -1;
     }
     if (verdict == Py_None && p->raises) {
-        *text = PyUnicode_FromString("nothing could be compared, because the step "
-                                     "raises an error under torch.no_grad()");
+        *text = PyUnicode_FromFormat(
+            "nothing could be compared, because the step raises an error under "
+            "torch.no_grad() with %lld rows: %V",
+            (long long)p->length, p->raised, "no message");
         Py_XSETREF(p->rules, PyList_New(0));
         return *text == NULL || p->rules == NULL ? -1 : 1;
     }

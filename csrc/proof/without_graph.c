@@ -115,8 +115,9 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
 /* The verification could not be made: a debug line. Errors that ask the program to end
  * pass. Steals `exception`. 0 or -1. */
 static int
-verify_abandon(oomkit_call *call, PyObject *exception)
+verify_abandon(oomkit_proof *p, PyObject *exception)
 {
+    oomkit_call *call = p->call;
     OWNED PyObject *message = NULL, *location = NULL;
     uint64_t requested;
 
@@ -126,6 +127,7 @@ verify_abandon(oomkit_call *call, PyObject *exception)
     }
     oomkit_exception_describe(call->st, exception, &requested, &message, &location);
     oomkit_exception_discard(call->st, exception);
+    Py_XSETREF(p->raised, Py_XNewRef(message));
     return oomkit_say(call->st, "debug", "sOO", "%s was not verified: %s",
                       call->options->label, message ? message : Py_None);
 }
@@ -353,8 +355,8 @@ oomkit_verify_rows(oomkit_proof *p, int64_t start, int64_t length, int64_t first
     p->raises = p->raises && verdict == NULL && !p->unfit;
     if (verdict == NULL && call->tries.restart == 0) {
         call->refused.raised = raised; /* the call itself is asked anew */
-        return verify_abandon(call, oomkit_exception_take()) < 0 ? NULL
-                                                                 : Py_NewRef(Py_None);
+        return verify_abandon(p, oomkit_exception_take()) < 0 ? NULL
+                                                              : Py_NewRef(Py_None);
     }
     return verdict;
 }

@@ -1,5 +1,6 @@
 """find_executable_batch_size beside accelerate's: the same calls, the same outcome."""
 
+import functools
 import gc
 import inspect
 import logging
@@ -248,6 +249,16 @@ def test_sizes_that_do_not_fall_are_refused(value):
 def test_misuse():
     with pytest.raises(TypeError, match="pass starting_batch_size= by name"):
         oomkit.find_executable_batch_size(64)
+
+    async def later(batch_size):
+        pass
+
+    def generate(batch_size):
+        yield batch_size
+
+    for function in (later, generate, functools.partial(generate)):
+        with pytest.raises(TypeError, match="an async or a generator function"):
+            oomkit.find_executable_batch_size(function)
     with pytest.raises(TypeError, match="leave one of the two out"):
         oomkit.find_executable_batch_size(print, reduce_batch_size_fn=int, grow_back=True)
 
