@@ -49,7 +49,9 @@ moved_micro_ends(oomkit_call *call, PyObject *result)
 
     (void)result;
     if (call->is_last) {
-        return oomkit_update_begun(call) ? 0 : oomkit_undone_buffers_check(call);
+        return oomkit_update_begun(call)               ? 0
+               : oomkit_undone_buffers_check(call) < 0 ? -1
+                                                       : oomkit_hooks_check(call);
     }
     state = oomkit_params_moved(call, &which);
 

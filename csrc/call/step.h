@@ -73,10 +73,8 @@ typedef struct oomkit_step {
     int half_said;                  /* fp16 with a scaler was looked for and said */
     int hooks_said;                 /* the warning about hooks on gradients was given */
     int unguarded_said;             /* of a loop: its body has no guard */
-    struct oomkit_plain_site *plain; /* places that its code stores to, or NULL */
-    int plain_looked;                /* for them: once, or (2) again: what the first
-                                        call has made is there then */
-    int fall_said;                   /* a smaller plan was told of at WARNING */
+    oomkit_plain_found plain;
+    int fall_said;        /* a smaller plan was told of at WARNING */
     int effects_said;     /* what the step changes besides was looked at and said */
     PyObject *left_out;   /* owned: modules that cannot be computed twice, or NULL */
     unsigned rungs_said;  /* bits 1 << rung: the warning was given */
@@ -121,7 +119,7 @@ oomkit_step_for(oomkit_step *step, PyObject *object)
 static inline void
 oomkit_step_look_again(oomkit_step *step)
 {
-    step->plain_looked = step->plain_looked > 0;
+    step->plain.looked = step->plain.looked > 0;
 }
 
 #endif

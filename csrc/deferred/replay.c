@@ -174,13 +174,13 @@ now_restore_once(void *argument)
             result = oomkit_flags_write(call, &now->flags);
         }
         if (result == 0) {
-            result = oomkit_hooks_restore_now(call, &now->at);
-        }
-        if (result == 0) {
             result = oomkit_owners_restore_now(call, &now->at);
         }
         if (result == 0) {
             result = oomkit_plain_restore_now(call, &now->at);
+        }
+        if (result == 0) {
+            result = oomkit_hooks_restore_now(call, &now->at);
         }
     }
     return oomkit_grad_mode_back(st, mode, result);

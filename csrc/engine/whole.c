@@ -60,7 +60,7 @@ engine_participants(oomkit_call *call)
         if (oomkit_plain_find(call, 0) < 0) {
             return -1;
         }
-    } else if (step->plain_looked == 1 && oomkit_plain_find(call, 1) < 0) {
+    } else if (step->plain.looked == 1 && oomkit_plain_find(call, 1) < 0) {
         return -1;
     }
     return oomkit_call_take_part(call, step->parts);

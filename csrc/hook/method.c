@@ -526,7 +526,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
                              : oomkit_interceptor_original(self, args, nargsf, kwnames);
     }
     if (call->is_last && call->backward.done > 0 && !oomkit_update_runs(call) &&
-        oomkit_undone_buffers_check(call) < 0) {
+        (oomkit_undone_buffers_check(call) < 0 || oomkit_hooks_check(call) < 0)) {
         return NULL;
     }
     if (call->split && !oomkit_update_runs(call)) {

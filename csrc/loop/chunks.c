@@ -136,15 +136,14 @@ begin_rows(oomkit_chunks *self)
 }
 
 /* Those of the loop before at this site, where it was for the same function; of one
- * call of oomkit.map, of its loop before; or searched for. 0 or -1. */
+ * call of oomkit.map, of its loop before; or searched for. 1 they are new, 0 or -1. */
 static int
-begin_participants(oomkit_chunks *self)
+begin_find(oomkit_chunks *self)
 {
-    oomkit_call *call = &self->call;
-    int is_new = 0;
-
     if (self->parts == NULL) {
         self->parts = oomkit_chunks_known_parts(self);
+        oomkit_plain_share(&self->plain,
+                           self->parts == NULL ? NULL : &self->site->plain);
     }
     if (self->parts != NULL &&
         (self->parts->busy > 0 ||
@@ -152,27 +151,39 @@ begin_participants(oomkit_chunks *self)
         oomkit_participants_release(self->parts);
         self->parts = NULL;
     }
-    if (self->parts == NULL) {
-        self->parts = oomkit_participants_find(self->st, &self->options,
-                                               call->given.func, NULL, 0, 0);
-        if (self->parts == NULL || oomkit_chunks_know_parts(self) < 0) {
-            return -1;
-        }
-        is_new = 1;
+    if (self->parts != NULL) {
+        return 0;
     }
-    if (oomkit_call_take_part(call, self->parts) < 0) {
+    oomkit_plain_share(&self->plain, NULL);
+    self->parts = oomkit_participants_find(self->st, &self->options,
+                                           self->call.given.func, NULL, 0, 0);
+    return self->parts == NULL || oomkit_chunks_know_parts(self) < 0 ? -1 : 1;
+}
+
+/* Of a loop's body nothing is put back that its code shows: it is judged by
+ * body_judge(). 0 or -1. */
+static int
+begin_participants(oomkit_chunks *self)
+{
+    oomkit_call *call = &self->call;
+    const int is_new = begin_find(self);
+    int result;
+
+    if (is_new < 0 || oomkit_call_take_part(call, self->parts) < 0) {
         return -1;
     }
-    if (self->func ==
-        NULL) { /* of a loop's body nothing is put back: see body_judge() */
+    if (self->func == NULL) {
         return 0;
     }
     if (call->parts->writes == NULL && oomkit_writes_look(call) < 0) {
         return -1;
     }
     /* twice, as of a step: what the first call makes may be there then */
-    return is_new || self->site->plain_looked == 1 ? oomkit_plain_find(call, !is_new)
-                                                   : 0;
+    result = is_new || self->plain.looked == 1 ? oomkit_plain_find(call, !is_new) : 0;
+    if (result == 0 && self->site->parts == self->parts) {
+        oomkit_plain_share(&self->site->plain, &self->plain);
+    }
+    return result;
 }
 
 static int
@@ -186,6 +197,8 @@ begin_capture(oomkit_chunks *self)
     call->given.args = self->args;
     call->given.nargsf = (size_t)self->positional;
     call->given.kwnames = self->kwnames;
+    call->given.is_body = self->func == NULL;
+    call->places = &self->plain;
     if (self->func != NULL) {
         call->given.func = self->func;
     }
@@ -315,7 +328,6 @@ part_begin(oomkit_chunks *self)
     PyObject *part; /* owned */
 
     oomkit_savepoint_end_attempt(call);
-    oomkit_savepoint_notes_end(call);
     if (oomkit_savepoint_take(call) < 0 ||
         (call->cut->at > 0 && part_remark(self) < 0)) {
         return NULL;
@@ -396,6 +408,10 @@ part_settle(oomkit_chunks *self)
     if (self->failed) {
         return part_again(self);
     }
+    if (oomkit_hooks_check(call) < 0) {
+        return -1;
+    }
+    oomkit_savepoint_notes_end(call);
     oomkit_buffers_learn(call);
     call->cut->at++;
     call->tries.started_ns = oomkit_now_ns();

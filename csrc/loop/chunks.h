@@ -51,7 +51,8 @@ typedef struct oomkit_chunks {
     PyObject *func;   /* owned: what the parts are for, searched for who takes part, or
                          NULL */
     oomkit_participants
-        *parts; /* counted reference, for loops like this one, or NULL */
+        *parts;               /* counted reference, for loops like this one, or NULL */
+    oomkit_plain_found plain; /* where `func` stores, found with them */
     unsigned long thread;
     oomkit_chunks_frame frames[OOMKIT_CHUNKS_FRAMES];
     struct oomkit_chunks *newer, *older; /* borrowed: others with a part out */

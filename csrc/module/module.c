@@ -379,23 +379,30 @@ module_mode_changes(PyObject *module, PyObject *target)
     Py_RETURN_NONE;
 }
 
-/* The user's code registers a hook, or is about to remove it: tables, id. */
+/* The user's code registers a hook, or is about to remove it: tables, id, and what
+ * oomkit_hooks_note() gets. */
 static PyObject *
 module_hooks_change(PyObject *module, PyObject *args)
 {
     const oomkit_state *st = oomkit_state_of_module(module);
-    PyObject *tables, *id; /* borrowed */
+    PyObject *tables, *id, *registered; /* borrowed */
     Py_ssize_t i;
 
-    if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &tables, &id)) {
+    if (!PyArg_ParseTuple(args, "O!OO", &PyTuple_Type, &tables, &id, &registered)) {
         return NULL;
     }
     for (i = 0; i < PyTuple_GET_SIZE(tables); i++) {
-        if (oomkit_hooks_note(st, PyTuple_GET_ITEM(tables, i), id) < 0) {
+        if (oomkit_hooks_note(st, PyTuple_GET_ITEM(tables, i), id, registered) < 0) {
             return NULL;
         }
     }
     Py_RETURN_NONE;
+}
+
+static PyObject *
+module_hooks_count(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    return PyBool_FromLong(oomkit_call_noting(oomkit_state_of_module(module)) != NULL);
 }
 
 /* torch.nn.Module.zero_grad() is about to clear the gradients of this module. */
@@ -499,8 +506,10 @@ static PyMethodDef module_methods[] = {
     {"_module_runs", module_module_runs, METH_O,
      "_module_runs(module, /)\n--\n\nBefore the forward of a module that is watched."},
     {"_hooks_change", module_hooks_change, METH_VARARGS,
-     "_hooks_change(tables, id, /)\n--\n\nThe user's code registers or removes a "
-     "hook."},
+     "_hooks_change(tables, id, registered, /)\n--\n\nThe user's code registers or "
+     "removes a hook."},
+    {"_hooks_count", module_hooks_count, METH_NOARGS,
+     "_hooks_count()\n--\n\nWhether hooks are noted in this thread (bool)."},
     {"_mode_changes", module_mode_changes, METH_O,
      "_mode_changes(module, /)\n--\n\nBefore a module's train() or eval()."},
     {"_zero_grad_begins", module_zero_grad_begins, METH_O,

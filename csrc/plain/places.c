@@ -23,6 +23,18 @@ oomkit_plain_site_release(oomkit_plain_site *site)
     PyMem_Free(site);
 }
 
+void
+oomkit_plain_share(oomkit_plain_found *to, const oomkit_plain_found *from)
+{
+    oomkit_plain_site *before = to->site;
+
+    *to = from == NULL ? (oomkit_plain_found){NULL, 0} : *from;
+    if (to->site != NULL) {
+        to->site->refs++;
+    }
+    oomkit_plain_site_release(before);
+}
+
 int
 oomkit_plain_site_traverse(oomkit_plain_site *site, visitproc visit, void *arg)
 {
@@ -192,7 +204,7 @@ site_merge(oomkit_plain_site *site, const oomkit_plain_site *before)
 int
 oomkit_plain_find(oomkit_call *call, int again)
 {
-    oomkit_step *step = call->step;
+    oomkit_plain_found *places = call->places;
     OWNED PyObject *positional = NULL, *named = NULL, *found = NULL;
     oomkit_plain_site *site = NULL, *before;
 
@@ -212,8 +224,8 @@ oomkit_plain_find(oomkit_call *call, int again)
     if (PyErr_Occurred()) {
         return -1;
     }
-    step->plain_looked = again ? 2 : step->plain_looked == 0 ? 1 : step->plain_looked;
-    before = step->plain;
+    places->looked = again ? 2 : places->looked == 0 ? 1 : places->looked;
+    before = places->site;
     if (again && site != NULL && before != NULL && site_merge(site, before) < 0) {
         KEEPING_EXCEPTION {
             oomkit_plain_site_release(site);
@@ -223,7 +235,7 @@ oomkit_plain_find(oomkit_call *call, int again)
     if (again && site == NULL) {
         return 0; /* what was found before is as good */
     }
-    step->plain = site;
+    places->site = site;
     oomkit_plain_site_release(before);
     return 0;
 }

@@ -224,6 +224,9 @@ oomkit_plain_restore_now(oomkit_call *call, const oomkit_savepoint *now);
 
 void
 oomkit_plain_site_release(oomkit_plain_site *site);
+/* What was found for one is that of another, too: NULL for nothing. */
+void
+oomkit_plain_share(oomkit_plain_found *to, const oomkit_plain_found *from);
 int
 oomkit_plain_site_traverse(oomkit_plain_site *site, visitproc visit, void *arg);
 

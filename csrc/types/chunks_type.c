@@ -3,6 +3,7 @@
 #include "types.h"
 #include "../call/call.h"
 #include "../loop/parts_join.h"
+#include "../plain/plain_state.h"
 #include "../optim/optim.h"
 #include "../result/result.h"
 
@@ -133,6 +134,7 @@ chunks_of(PyObject *module, PyObject *arguments)
         chunks_CAST(like)->parts != NULL && chunks_CAST(like)->func == func) {
         self->parts = chunks_CAST(like)->parts;
         self->parts->refs++;
+        oomkit_plain_share(&self->plain, &chunks_CAST(like)->plain);
     }
     return (PyObject *)self;
 }
@@ -168,6 +170,7 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->site);
     i = oomkit_join_traverse(&self->join, visit, arg);
     i = i != 0 ? i : oomkit_owners_traverse(&self->call, visit, arg);
+    i = i != 0 ? i : oomkit_plain_site_traverse(self->plain.site, visit, arg);
     return i != 0 ? (int)i : oomkit_options_traverse(&self->options, visit, arg);
 }
 
@@ -183,6 +186,7 @@ chunks_clear(PyObject *op)
         Py_CLEAR(self->args[i]);
     }
     Py_CLEAR(self->func);
+    oomkit_plain_share(&self->plain, NULL);
     oomkit_join_clear(&self->join);
     return 0;
 }

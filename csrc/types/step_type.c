@@ -146,7 +146,7 @@ step_traverse(PyObject *op, visitproc visit, void *arg)
             return result;
         }
     }
-    if (oomkit_plain_site_traverse(self->plain, visit, arg) != 0) {
+    if (oomkit_plain_site_traverse(self->plain.site, visit, arg) != 0) {
         return -1;
     }
     return oomkit_options_traverse(&self->options, visit, arg);
@@ -166,7 +166,7 @@ step_clear(PyObject *op)
 {
     oomkit_step *self = step_CAST(op);
     oomkit_participants *parts = self->parts;
-    oomkit_plain_site *plain = self->plain;
+    oomkit_plain_site *plain = self->plain.site;
     PyObject *label =
         Py_XNewRef(self->options.label); /* owned: repr() stays possible */
 
@@ -175,7 +175,7 @@ step_clear(PyObject *op)
     oomkit_step_drop_instances(self);
     self->parts = NULL;
     oomkit_participants_release(parts);
-    self->plain = NULL;
+    self->plain.site = NULL;
     oomkit_plain_site_release(plain);
     oomkit_options_clear(&self->options);
     self->options.label = label;

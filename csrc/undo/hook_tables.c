@@ -7,11 +7,17 @@
  * sharding does when a module first runs, is theirs: they note elsewhere that they
  * have.
  *
- * Of each table: a weak reference, a copy as it was at the first report of the call,
- * and the ids of the hooks that were reported. Only those go, or come back. */
+ * A step may register once and note that it has where nothing is put back. A hook whose
+ * handle is still held behind a roll-back stays, then; of others the retry must
+ * register one in the same line again.
+ *
+ * Of each table: a weak reference; a copy as it was at the first report of the call;
+ * the ids of the hooks that were reported, which alone go or come back, with (weak
+ * reference to the handle, line) where one was registered; the lines whose hooks went.
+ */
 #include "undo.h"
 
-enum { TABLE = 0, COPY, TOUCHED };
+enum { TABLE = 0, COPY, TOUCHED, UNDONE };
 
 /* New reference or NULL. */
 static PyObject *
@@ -20,16 +26,26 @@ note_new(PyObject *table)
     OWNED PyObject *ref = PyWeakref_NewRef(table, NULL);
     OWNED PyObject *copy = ref == NULL ? NULL : PyDict_Copy(table);
     OWNED PyObject *touched = copy == NULL ? NULL : PyDict_New();
+    OWNED PyObject *undone = touched == NULL ? NULL : PyDict_New();
 
-    return touched == NULL ? NULL : PyTuple_Pack(3, ref, copy, touched);
+    return undone == NULL ? NULL : PyTuple_Pack(4, ref, copy, touched, undone);
+}
+
+/* 1, 0 or -1. */
+static int
+is_touched(PyObject *note, PyObject *id)
+{
+    return PyDict_Contains(PyTuple_GET_ITEM(note, TOUCHED), id);
 }
 
 int
-oomkit_hooks_note(const oomkit_state *st, PyObject *table, PyObject *id)
+oomkit_hooks_note(const oomkit_state *st, PyObject *table, PyObject *id,
+                  PyObject *registered)
 {
     oomkit_call *call = oomkit_call_noting(st);
     OWNED PyObject *address = NULL, *there = NULL, *fresh = NULL;
     PyObject *note, *hook; /* borrowed */
+    int known;
 
     if (call == NULL || !PyDict_Check(table)) {
         return 0;
@@ -54,32 +70,65 @@ oomkit_hooks_note(const oomkit_state *st, PyObject *table, PyObject *id)
         }
         note = fresh;
     }
-    return PyDict_SetItem(PyTuple_GET_ITEM(note, TOUCHED), id, Py_None);
+    known = registered == Py_None ? is_touched(note, id) : 0;
+    if (known != 0) {
+        return known < 0 ? -1 : 0; /* registered in this call, too */
+    }
+    return PyDict_SetItem(PyTuple_GET_ITEM(note, TOUCHED), id, registered);
 }
 
 /* --- going back --- */
 
-/* 1, 0 or -1. */
+/* One that was registered goes; where `held` is 1 only if nobody holds its handle any
+ * more. 1 it does, 0, or -1. */
 static int
-is_touched(PyObject *note, PyObject *id)
+is_to_go(PyObject *reported, int held)
 {
-    return PyDict_Contains(PyTuple_GET_ITEM(note, TOUCHED), id);
+    OWNED PyObject *handle = held && PyTuple_Check(reported)
+                                 ? oomkit_reference_get(PyTuple_GET_ITEM(reported, 0))
+                                 : NULL;
+
+    return handle == NULL ? (PyErr_Occurred() ? -1 : 1) : 0;
 }
 
-/* Takes out what was added. Needs no memory. 1 something was there, 0, or -1; `back`:
- * it is gone. */
+/* 0 or -1. */
+static int
+added_take_out(PyObject *note, PyObject *table, PyObject *id, PyObject *reported)
+{
+    if (PyObject_DelItem(table, id) < 0) {
+        return -1;
+    }
+    if (!PyTuple_Check(reported)) {
+        return 0;
+    }
+    if (PyDict_SetItem(PyTuple_GET_ITEM(note, UNDONE), PyTuple_GET_ITEM(reported, 1),
+                       Py_None) < 0) {
+        return -1;
+    }
+    /* the value of a key that is there */
+    return PyDict_SetItem(PyTuple_GET_ITEM(note, TOUCHED), id, Py_None);
+}
+
+enum { LOOK = 0, TAKE, TAKE_ALL };
+
+/* Takes out what was added, TAKE: but for hooks whose handle is held. 1 something was
+ * there, 0, or -1. */
 static int
 added_back(PyObject *note, PyObject *table, int back)
 {
-    PyObject *id, *unused; /* borrowed from the dict */
+    PyObject *id, *reported; /* borrowed from the dict */
     Py_ssize_t at = 0;
     int moved = 0;
 
-    while (PyDict_Next(PyTuple_GET_ITEM(note, TOUCHED), &at, &id, &unused)) {
+    while (PyDict_Next(PyTuple_GET_ITEM(note, TOUCHED), &at, &id, &reported)) {
+        OWNED PyObject *held = Py_NewRef(reported);
         const int before = PyDict_Contains(PyTuple_GET_ITEM(note, COPY), id);
-        const int now = before == 0 ? PyDict_Contains(table, id) : 0;
-        if (before < 0 || now < 0 ||
-            (now == 1 && back && PyObject_DelItem(table, id) < 0)) {
+        int now = before == 0 ? PyDict_Contains(table, id) : 0;
+        if (before == 0 && now == 1 && back) {
+            now = is_to_go(held, back == TAKE);
+            now = now == 1 && added_take_out(note, table, id, held) < 0 ? -1 : now;
+        }
+        if (before < 0 || now < 0) {
             return -1;
         }
         moved |= now;
@@ -182,13 +231,67 @@ tables_back(PyObject *hooks, int back)
 int
 oomkit_hooks_moved(oomkit_call *call)
 {
-    return tables_back(call->entry.hooks, 0);
+    return tables_back(call->entry.hooks, LOOK);
 }
 
 int
 oomkit_hooks_restore(oomkit_call *call)
 {
-    return tables_back(call->entry.hooks, 1) < 0 ? -1 : 0;
+    /* the body of a loop keeps its locals */
+    return tables_back(call->entry.hooks, call->given.is_body ? TAKE_ALL : TAKE) < 0
+               ? -1
+               : 0;
+}
+
+/* --- what must be registered again --- */
+
+/* 1 a hook was registered in this line since, 0 not, -1. */
+static int
+line_again(PyObject *note, PyObject *line)
+{
+    PyObject *id, *reported; /* borrowed from the dict */
+    Py_ssize_t at = 0;
+    int found = 0;
+
+    while (found == 0 &&
+           PyDict_Next(PyTuple_GET_ITEM(note, TOUCHED), &at, &id, &reported)) {
+        found =
+            PyTuple_Check(reported)
+                ? PyObject_RichCompareBool(PyTuple_GET_ITEM(reported, 1), line, Py_EQ)
+                : 0;
+    }
+    return found;
+}
+
+int
+oomkit_hooks_compare(oomkit_call *call)
+{
+    PyObject *address, *note, *line, *unused; /* borrowed from the dicts */
+    Py_ssize_t at = 0;
+
+    while (call->proof == NULL &&
+           PyDict_Next(call->entry.hooks, &at, &address, &note)) {
+        Py_ssize_t next = 0;
+        while (PyDict_Next(PyTuple_GET_ITEM(note, UNDONE), &next, &line, &unused)) {
+            const int again = line_again(note, line);
+            if (again == 0) {
+                call->refused.raised = 1;
+                oomkit_raise(
+                    call->st->SplitError,
+                    "%U cannot be repeated: the hook that %U registered in the attempt "
+                    "that ran out of memory was undone with it, and the retry has not "
+                    "registered it again. The step notes that it has where oomkit "
+                    "cannot "
+                    "restore it: keep the handle, or register the hook before the "
+                    "step" SEE("undone-hooks"),
+                    call->options->label, line);
+            }
+            if (again <= 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
 }
 
 /* --- beyond the call --- */
@@ -231,8 +334,9 @@ oomkit_hooks_now(oomkit_call *call, oomkit_savepoint *now)
         }
         copy = PyDict_Copy(table);
         kept = copy == NULL ? NULL
-                            : PyTuple_Pack(3, PyTuple_GET_ITEM(note, TABLE), copy,
-                                           PyTuple_GET_ITEM(note, TOUCHED));
+                            : PyTuple_Pack(4, PyTuple_GET_ITEM(note, TABLE), copy,
+                                           PyTuple_GET_ITEM(note, TOUCHED),
+                                           PyTuple_GET_ITEM(note, UNDONE));
         if (kept == NULL || PyDict_SetItem(now->hooks, address, kept) < 0) {
             return -1;
         }
@@ -243,5 +347,5 @@ oomkit_hooks_now(oomkit_call *call, oomkit_savepoint *now)
 int
 oomkit_hooks_restore_now(oomkit_call *call, const oomkit_savepoint *now)
 {
-    return oomkit_hooks_restore(call) < 0 || tables_back(now->hooks, 1) < 0 ? -1 : 0;
+    return oomkit_hooks_restore(call) < 0 || tables_back(now->hooks, TAKE) < 0 ? -1 : 0;
 }

@@ -210,7 +210,6 @@ static const oomkit_resource random_numbers = {.name = "random numbers",
 static const oomkit_resource *const resources[] = {
     &update, /* first: an optimizer's copies hold parameters, which are then compared */
     &slots,
-    &hooks, /* before what assigns: one of a parameter may see it */
     &flags, /* before what may change versions: they stand beside them */
     &oomkit_parameters_resource,
     &beside,
@@ -219,6 +218,7 @@ static const oomkit_resource *const resources[] = {
     &optimizers,
     &plain,
     &owners,         /* after plain state: their own methods have the last word */
+    &hooks,          /* after both: who still holds a handle has not been put back */
     &random_numbers, /* last: what is put back may draw; so it is marked first */
     NULL};
 

@@ -176,10 +176,20 @@ void
 oomkit_grads_end_micro(oomkit_call *call);
 
 /* --- hook_tables.c --- */
-/* The user's code registers the hook `id` in this table of torch's, or is about to
- * remove it. 0 or -1. */
+/* The user's code registers the hook `id` in this table of torch's: `registered` is
+ * (weak reference to its handle, line); or is about to remove it: None. 0 or -1. */
 int
-oomkit_hooks_note(const oomkit_state *st, PyObject *table, PyObject *id);
+oomkit_hooks_note(const oomkit_state *st, PyObject *table, PyObject *id,
+                  PyObject *registered);
+/* Before the retry updates anything: 0, or -1 with SplitError where it has not
+ * registered again what was undone. */
+int
+oomkit_hooks_compare(oomkit_call *call);
+static inline int
+oomkit_hooks_check(oomkit_call *call)
+{
+    return call->entry.hooks == NULL ? 0 : oomkit_hooks_compare(call);
+}
 /* Do other hooks stand in the tables than at entry? 1, 0 or -1. */
 int
 oomkit_hooks_moved(oomkit_call *call);

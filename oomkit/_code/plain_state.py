@@ -627,11 +627,21 @@ def _places(
     found.run()
     unseen = Frame(function, {})
     for module in filter(None, (ref() for ref in modules)):
-        found.module(unseen, whole(module), "forward", _HOOK)
+        if not _is_bare(module):
+            found.module(unseen, whole(module), "forward", _HOOK)
     found.run()
     if streams:
         found.streams.update(streams_of(function, [s.value for s in given.values()]))
     return found.found() if found.table or found.streams else None
+
+
+def _is_bare(module: torch.nn.Module) -> bool:
+    """A layer of torch's without others in it and without hooks: its forward is not read."""
+    own = own_of(module)
+    kinds = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_defaults")
+    forward = method_of(module, "forward")
+    is_torchs = forward is not None and _top(forward) == "torch"
+    return is_torchs and not any(map(own.get, kinds))
 
 
 def _given(

@@ -170,9 +170,10 @@ def _taken_by(parts: object) -> str:
             if kind in (zip, map, filter) or (
                 kind.__module__ == "itertools" and kind is not itertools.chain
             ):
+                name = kind.__name__.strip("_").partition("_data")[0]  # _tee_dataobject
                 return (
-                    f"the parts come through {kind.__name__}(), which has gone on: give all of its "
-                    "batches to one chunks(), and loop over that"
+                    f"the parts come through {name}(), which has gone on: give all of its batches "
+                    "to one chunks(), and loop over that"
                 )
     return ""
 
@@ -180,14 +181,14 @@ def _taken_by(parts: object) -> str:
 def _between(generators: Generators, held: tuple[Any, ...]) -> str:
     """What generators that the parts come through do but yield them, or ""."""
     for generator, frame, asked in generators:
-        if told := _taken_by(generator):
+        if generator is not None and (told := _taken_by(generator)):
             return told
         code, last = frame.f_code, frame.f_lasti
         if str(frame.f_globals.get("__name__")).partition(".")[0] in _PROGRESS:
             continue
         told = _done(frame, asked, last, last, held) or ""
         if loop_after(code, last) != asked:
-            told = "it does more than `for part in parts: yield part`"
+            told = "it is not `for part in parts: yield part`, and no more than that"
         if told:
             return f"the parts come through {code.co_name}(): {told}; loop over chunks() itself"
     return ""

@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,14 +65,17 @@ def watch_hooks() -> None:
     @functools.wraps(begin)
     def __init__(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        if not is_compiling() and _is_of_user(sys._getframe(1)):
-            _C._hooks_change(_tables(self), self.id)
+        if not is_compiling() and _C._hooks_count():
+            line = _line_of_user(sys._getframe(1))
+            if line is not None:
+                _C._hooks_change(_tables(self), self.id, (weakref.ref(self), line))
 
     @functools.wraps(remove)
     def remove_hook(self: RemovableHandle) -> None:
-        frame = sys._getframe(1)
-        if not is_compiling() and _is_of_user(frame) and not _is_done(self, frame):
-            _C._hooks_change(_tables(self), self.id)
+        if not is_compiling() and _C._hooks_count():
+            frame = sys._getframe(1)
+            if _line_of_user(frame) is not None and not _is_done(self, frame):
+                _C._hooks_change(_tables(self), self.id, None)
         remove(self)
 
     RemovableHandle.__init__ = __init__  # type: ignore[method-assign]
@@ -95,15 +99,17 @@ def _is_done(handle: RemovableHandle, frame: types.FrameType | None) -> bool:
     return False
 
 
-def _is_of_user(frame: types.FrameType | None) -> bool:
-    """Whether a hook is registered or removed by code that is read for plain state, too."""
+def _line_of_user(frame: types.FrameType | None) -> str | None:
+    """Where a hook is registered or removed, if by code that is read for plain state, too."""
     while frame is not None:
         name = frame.f_globals.get("__name__")
         if name not in _HOOKS:
             top = str(name).partition(".")[0]
-            return not (top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names)
+            if top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names:
+                return None
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return False
+    return None
 
 
 def watch_schedulers() -> None:

@@ -307,11 +307,11 @@ def _plain(parts):
     [
         pytest.param(
             _one_ahead,
-            "_one_ahead(): it does more than",
+            "_one_ahead(): it is not `for part in parts",
             marks=pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning"),
         ),
-        (_halves, "_halves(): it does more than"),
-        (_both_signs, "_both_signs(): it does more than"),
+        (_halves, "_halves(): it is not `for part in parts"),
+        (_both_signs, "_both_signs(): it is not `for part in parts"),
         (_numbered, "`count` may have changed"),
         (_named, "`next(names)`"),
         (lambda parts: itertools.islice(parts, 3), "islice()"),

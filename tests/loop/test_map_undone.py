@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -165,3 +167,39 @@ def test_modes_and_hooks_in_the_body_of_a_loop(net: nn.Sequential) -> None:
     net.eval()
     net[0].register_forward_hook(doubled)
     torch.testing.assert_close(torch.cat(outputs), net(X))
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.rows = 0
+
+
+def _counting(meter: Meter) -> Any:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        meter.rows += len(x)
+        return x * 2
+
+    return fn
+
+
+def test_what_the_function_leads_to_is_let_go() -> None:
+    """The place of the map lives on."""
+    meters = [Meter() for _ in range(3)]
+    dead = [weakref.ref(meter) for meter in meters]
+    while meters:
+        oomkit.map(_counting(meters.pop()), X)
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * 3
+
+
+def test_two_streams_in_turn_at_one_place() -> None:
+    meters = [Meter(), Meter()]
+    streams = [
+        oomkit.map(_counting(meter), iter([X.clone() for _ in range(3)]), lazy=True)
+        for meter in meters
+    ]
+    for _ in range(3):
+        for stream in streams:
+            with inject_oom(nth=1):
+                next(stream)
+    assert [meter.rows for meter in meters] == [24, 24]

@@ -298,8 +298,8 @@ MUTANTS = [
         "hooks-stay",
         "hooks that a failed attempt has registered are gone when it begins again",
         "csrc/undo/hook_tables.c",
-        "(now == 1 && back && PyObject_DelItem(table, id) < 0)",
-        "0",
+        "    if (PyObject_DelItem(table, id) < 0) {",
+        "    if (0) {",
         ("undo/test_set_and_put_back.py::test_it_is_as_at_entry_when_the_step_begins_again",),
     ),
     Mutant(
@@ -314,8 +314,8 @@ MUTANTS = [
         "hooks-of-libraries-go",
         "what a library registers when a module first runs stays: it notes that elsewhere",
         "oomkit/_engine/patches.py",
-        "return not (top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names)",
-        "return True",
+        "            if top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names:",
+        "            if False:",
         (
             "undo/test_set_and_put_back.py"
             "::test_what_a_library_registers_when_a_module_first_runs_stays",

@@ -3,6 +3,7 @@ attempt that fails in between leaves none of it to the next one."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -303,6 +304,77 @@ def test_a_handle_that_is_replaced_is_the_old_one_again() -> None:
     losses = want.run(_step(want, lambda _: lambda: None), -1)
     assert w.run(oomkit.auto_batch(_step(w, again)), 1) == pytest.approx(losses, rel=1e-12)
     assert len(w.net[1]._forward_hooks) == 1
+
+
+@functools.lru_cache(maxsize=8)
+def _cached(layer: nn.Module) -> Any:
+    return layer.register_forward_hook(_double)
+
+
+KEPT: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+SEEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _kept(layer: nn.Module) -> None:
+    if layer not in KEPT:
+        KEPT[layer] = layer.register_forward_hook(_double)
+
+
+def _forgotten(layer: nn.Module) -> None:
+    if layer not in SEEN:
+        SEEN.add(layer)
+        layer.register_forward_hook(_double)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("once", [_cached, _kept])
+def test_one_whose_handle_is_kept_out_of_sight_stays(once: Callable[..., Any], fails: int) -> None:
+    """The step registers once, and the retry does not again."""
+    want, got = World(), World()
+    want.net[1].register_forward_hook(_double)
+    losses = want.run(_step(want, lambda _: lambda: None), -1)
+
+    def begin(w: World) -> Callable[[], Any]:
+        once(w.net[1])
+        return lambda: None
+
+    assert got.run(oomkit.auto_batch(_step(got, begin)), fails) == pytest.approx(losses, rel=1e-12)
+    assert len(got.net[1]._forward_hooks) == 1
+
+
+def test_one_that_nobody_keeps_must_be_registered_again() -> None:
+    w = World()
+    before = [p.detach().clone() for p in w.net.parameters()]
+
+    def begin(w: World) -> Callable[[], Any]:
+        _forgotten(w.net[1])
+        return lambda: None
+
+    with pytest.raises(oomkit.SplitError, match=r"test_set_and_put_back.py:\d+ registered"):
+        w.run(oomkit.auto_batch(_step(w, begin)), 0)
+    for p, value in zip(w.net.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_one_that_is_removed_before_the_update(phase: Any) -> None:
+    want, got = World(), World()
+
+    def step_of(w: World) -> Callable[..., float]:
+        def step(x: torch.Tensor, y: torch.Tensor) -> float:
+            handle = w.net[1].register_forward_hook(_double)
+            w.opt.zero_grad()
+            loss = F.mse_loss(w.net(x), y)
+            loss.backward()
+            handle.remove()
+            w.opt.step()
+            return loss.item()
+
+        return step
+
+    losses = want.run(step_of(want), -1)
+    assert got.run(oomkit.auto_batch(step_of(got)), 0, phase) == pytest.approx(losses, rel=1e-12)
+    assert not got.net[1]._forward_hooks
 
 
 def test_what_a_library_registers_when_a_module_first_runs_stays() -> None:
