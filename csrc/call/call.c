@@ -22,7 +22,7 @@ oomkit_call_init(oomkit_call *call, oomkit_cut *room, struct oomkit_step *step,
     call->step = step;
     call->options = options;
     call->given.func = step->func;
-    call->places = &step->plain;
+    call->given.places = &step->plain;
     call->cut = (oomkit_cut *)&not_cut;
     call->cut_room = room;
     call->tries.began_ns = call->tries.started_ns = oomkit_now_ns();

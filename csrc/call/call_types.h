@@ -175,21 +175,22 @@ struct oomkit_proof;
 
 #define OOMKIT_UNMARKED 2
 
-/* What the caller has given: a vectorcall. */
-typedef struct oomkit_given {
-    PyObject *func; /* owned by step */
-    PyObject *const *args;
-    size_t nargsf;
-    PyObject *kwnames;
-    int is_body; /* no function: the body of a loop, in a frame that goes on */
-} oomkit_given;
-
 /* plain: the places that a function's code stores to. */
 typedef struct oomkit_plain_found {
     struct oomkit_plain_site *site; /* counted reference, or NULL */
     int looked; /* for them: once, or (2) again: what the first call has made is there
                    then */
 } oomkit_plain_found;
+
+/* What the caller has given: a vectorcall. */
+typedef struct oomkit_given {
+    PyObject *func; /* owned by step */
+    PyObject *const *args;
+    size_t nargsf;
+    PyObject *kwnames;
+    oomkit_plain_found *places; /* borrowed: of the step, or of the loop */
+    int is_body; /* no function: the body of a loop, in a frame that goes on */
+} oomkit_given;
 
 /* Of the call at its site, and of its record. */
 typedef struct oomkit_log {
@@ -475,7 +476,6 @@ typedef struct oomkit_call {
     struct oomkit_proof *proof; /* borrowed: this runs to be compared, or NULL */
 
     oomkit_given given;
-    oomkit_plain_found *places; /* borrowed: of the step, or of the loop */
     oomkit_log log;
     oomkit_cut *cut; /* borrowed: `cut_room`, or nothing but zeros to be read */
     oomkit_cut *cut_room;

@@ -471,7 +471,7 @@ oomkit_engine_call(PyObject *op, PyObject *const *args, size_t nargsf,
         op = (PyObject *)step;
     }
     oomkit_call_init(&call, &cut, step, &step->options);
-    call.given = (oomkit_given){step->func, args, nargsf, kwnames};
+    call.given = (oomkit_given){step->func, args, nargsf, kwnames, &step->plain, 0};
     call.log.number = engine_count(step);
     Py_INCREF(op); /* the step may be redefined while it runs */
     split = engine_begin(&call);

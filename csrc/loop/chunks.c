@@ -198,7 +198,7 @@ begin_capture(oomkit_chunks *self)
     call->given.nargsf = (size_t)self->positional;
     call->given.kwnames = self->kwnames;
     call->given.is_body = self->func == NULL;
-    call->places = &self->plain;
+    call->given.places = &self->plain;
     if (self->func != NULL) {
         call->given.func = self->func;
     }

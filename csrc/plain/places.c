@@ -204,7 +204,7 @@ site_merge(oomkit_plain_site *site, const oomkit_plain_site *before)
 int
 oomkit_plain_find(oomkit_call *call, int again)
 {
-    oomkit_plain_found *places = call->places;
+    oomkit_plain_found *places = call->given.places;
     OWNED PyObject *positional = NULL, *named = NULL, *found = NULL;
     oomkit_plain_site *site = NULL, *before;
 

@@ -320,14 +320,14 @@ plain_room(const oomkit_call *call)
 int
 oomkit_plain_begin(oomkit_call *call)
 {
-    oomkit_plain_site *site = call->places->site;
+    oomkit_plain_site *site = call->given.places->site;
     oomkit_plain *plain = call->entry.plain;
 
-    if (call->tries.ooms > 0 && call->places->looked == 1 && plain == NULL) {
+    if (call->tries.ooms > 0 && call->given.places->looked == 1 && plain == NULL) {
         if (oomkit_plain_find(call, 1) < 0) {
             return -1;
         }
-        site = call->places->site;
+        site = call->given.places->site;
     }
     if (plain == NULL) {
         if (site == NULL || site->count == 0) {
@@ -416,7 +416,7 @@ int
 oomkit_plain_now(oomkit_call *call, oomkit_savepoint *now)
 {
     oomkit_plain_site *site =
-        call->entry.plain != NULL ? call->entry.plain->site : call->places->site;
+        call->entry.plain != NULL ? call->entry.plain->site : call->given.places->site;
     oomkit_plain *plain; /* owned, then by the savepoint */
 
     now->plain = NULL;

@@ -87,7 +87,7 @@ stream_same(oomkit_state *st, PyObject *was, PyObject *now)
 int
 oomkit_streams_mark(oomkit_call *call, oomkit_rng *rng)
 {
-    const oomkit_plain_site *site = call->places->site;
+    const oomkit_plain_site *site = call->given.places->site;
     Py_ssize_t i, n = site == NULL ? 0 : PyTuple_GET_SIZE(site->streams);
     OWNED PyObject *streams = NULL;
 

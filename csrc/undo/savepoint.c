@@ -210,6 +210,8 @@ static const oomkit_resource random_numbers = {.name = "random numbers",
 static const oomkit_resource *const resources[] = {
     &update, /* first: an optimizer's copies hold parameters, which are then compared */
     &slots,
+    &hooks, /* needs no memory where their handles died with the attempt; the rest below
+             */
     &flags, /* before what may change versions: they stand beside them */
     &oomkit_parameters_resource,
     &beside,

@@ -341,8 +341,8 @@ MUTANTS = [
         "map-keeps-what-failed",
         "what the function of a map has changed in a part that failed goes back",
         "csrc/loop/chunks.c",
-        "    return is_new || self->site->plain_looked == 1 ? oomkit_plain_find(call, !is_new)",
-        "    return 0 ? oomkit_plain_find(call, !is_new)",
+        "is_new || self->plain.looked == 1 ? oomkit_plain_find(call, !is_new) : 0;",
+        "0;",
         ("loop/test_map_undone.py::test_attributes_and_counters",),
     ),
     Mutant(
@@ -371,6 +371,30 @@ MUTANTS = [
             "plain/test_written_parameters.py"
             "::test_a_failed_attempt_leaves_parameters_as_they_were_or_the_step_is_done",
         ),
+    ),
+    Mutant(
+        "hooks-need-not-come-again",
+        "a retry that has not registered again what was undone is refused",
+        "csrc/undo/hook_tables.c",
+        "            if (again == 0) {",
+        "            if (0) {",
+        ("undo/test_set_and_put_back.py::test_one_that_nobody_keeps_must_be_registered_again",),
+    ),
+    Mutant(
+        "kept-hooks-go",
+        "a hook whose handle is held stays: the step registers it once",
+        "csrc/undo/hook_tables.c",
+        "now = is_to_go(held, back == TAKE);",
+        "now = is_to_go(held, 0);",
+        ("undo/test_set_and_put_back.py::test_one_whose_handle_is_kept_out_of_sight_stays",),
+    ),
+    Mutant(
+        "a-map-holds-its-function",
+        "the place of a map holds nothing that its function leads to",
+        "csrc/loop/chunks.c",
+        "    call->given.places = &self->plain;",
+        "    call->given.places = &self->site->plain;",
+        ("loop/test_map_undone.py::test_what_the_function_leads_to_is_let_go",),
     ),
     Mutant(
         "frozen-stays",
@@ -455,8 +479,8 @@ MUTANTS = [
         "undone-buffers-checked-at-the-end",
         "that is seen before the update",
         "csrc/hook/method.c",
-        "oomkit_undone_buffers_check(call) < 0) {",
-        "0) {",
+        "(oomkit_undone_buffers_check(call) < 0 || oomkit_hooks_check(call) < 0)) {",
+        "oomkit_hooks_check(call) < 0) {",
         ("members/test_unseen_code.py::test_in_the_first_call_its_retry_is_refused"
          "[InOwnSet]",),
     ),
