@@ -8,16 +8,17 @@
  * have.
  *
  * A step may register once and note that it has where nothing is put back. A hook whose
- * handle is still held behind a roll-back stays, then; of others the retry must
- * register one in the same line again.
+ * handle is still held behind a roll-back stays, then, until the retry registers one in
+ * the same line: it was no such hook, and something else holds what the failed attempt
+ * has left. Of hooks that went the retry must register one in the same line again.
  *
  * Of each table: a weak reference; a copy as it was at the first report of the call;
  * the ids of the hooks that were reported, which alone go or come back, with (weak
- * reference to the handle, line) where one was registered; the lines whose hooks went.
- */
+ * reference to the handle, line) where one was registered; the lines whose hooks went;
+ * the ids of those that stayed, with their lines. */
 #include "undo.h"
 
-enum { TABLE = 0, COPY, TOUCHED, UNDONE };
+enum { TABLE = 0, COPY, TOUCHED, UNDONE, KEPT };
 
 /* New reference or NULL. */
 static PyObject *
@@ -27,8 +28,9 @@ note_new(PyObject *table)
     OWNED PyObject *copy = ref == NULL ? NULL : PyDict_Copy(table);
     OWNED PyObject *touched = copy == NULL ? NULL : PyDict_New();
     OWNED PyObject *undone = touched == NULL ? NULL : PyDict_New();
+    OWNED PyObject *kept = undone == NULL ? NULL : PyDict_New();
 
-    return undone == NULL ? NULL : PyTuple_Pack(4, ref, copy, touched, undone);
+    return kept == NULL ? NULL : PyTuple_Pack(5, ref, copy, touched, undone, kept);
 }
 
 /* 1, 0 or -1. */
@@ -36,6 +38,27 @@ static int
 is_touched(PyObject *note, PyObject *id)
 {
     return PyDict_Contains(PyTuple_GET_ITEM(note, TOUCHED), id);
+}
+
+/* One is registered in the line of those that stayed: they go. 0 or -1. */
+static int
+kept_go(PyObject *note, PyObject *table, PyObject *line)
+{
+    PyObject *kept = PyTuple_GET_ITEM(note, KEPT); /* borrowed */
+    OWNED PyObject *ids = PyDict_GET_SIZE(kept) == 0 ? NULL : PyDict_Keys(kept);
+    Py_ssize_t i;
+
+    for (i = 0; ids != NULL && i < PyList_GET_SIZE(ids); i++) {
+        PyObject *id = PyList_GET_ITEM(ids, i); /* borrowed */
+        const int same =
+            PyObject_RichCompareBool(PyDict_GetItemWithError(kept, id), line, Py_EQ);
+        const int there = same == 1 ? PyDict_Contains(table, id) : 0;
+        if (same < 0 || there < 0 || (there == 1 && PyObject_DelItem(table, id) < 0) ||
+            (same == 1 && PyDict_DelItem(kept, id) < 0)) {
+            return -1;
+        }
+    }
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 int
@@ -69,6 +92,10 @@ oomkit_hooks_note(const oomkit_state *st, PyObject *table, PyObject *id,
             return -1;
         }
         note = fresh;
+    }
+    if (registered != Py_None &&
+        kept_go(note, table, PyTuple_GET_ITEM(registered, 1)) < 0) {
+        return -1;
     }
     known = registered == Py_None ? is_touched(note, id) : 0;
     if (known != 0) {
@@ -126,7 +153,11 @@ added_back(PyObject *note, PyObject *table, int back)
         int now = before == 0 ? PyDict_Contains(table, id) : 0;
         if (before == 0 && now == 1 && back) {
             now = is_to_go(held, back == TAKE);
-            now = now == 1 && added_take_out(note, table, id, held) < 0 ? -1 : now;
+            now = (now == 1 && added_take_out(note, table, id, held) < 0) ||
+                          (now == 0 && PyDict_SetItem(PyTuple_GET_ITEM(note, KEPT), id,
+                                                      PyTuple_GET_ITEM(held, 1)) < 0)
+                      ? -1
+                      : now;
         }
         if (before < 0 || now < 0) {
             return -1;
@@ -334,9 +365,10 @@ oomkit_hooks_now(oomkit_call *call, oomkit_savepoint *now)
         }
         copy = PyDict_Copy(table);
         kept = copy == NULL ? NULL
-                            : PyTuple_Pack(4, PyTuple_GET_ITEM(note, TABLE), copy,
+                            : PyTuple_Pack(5, PyTuple_GET_ITEM(note, TABLE), copy,
                                            PyTuple_GET_ITEM(note, TOUCHED),
-                                           PyTuple_GET_ITEM(note, UNDONE));
+                                           PyTuple_GET_ITEM(note, UNDONE),
+                                           PyTuple_GET_ITEM(note, KEPT));
         if (kept == NULL || PyDict_SetItem(now->hooks, address, kept) < 0) {
             return -1;
         }

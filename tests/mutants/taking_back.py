@@ -389,6 +389,17 @@ MUTANTS = [
         ("undo/test_set_and_put_back.py::test_one_whose_handle_is_kept_out_of_sight_stays",),
     ),
     Mutant(
+        "kept-hooks-run-beside",
+        "a hook that stayed goes where the retry registers one in its line",
+        "csrc/undo/hook_tables.c",
+        "        kept_go(note, table, PyTuple_GET_ITEM(registered, 1)) < 0) {",
+        "        0) {",
+        (
+            "undo/test_set_and_put_back.py"
+            "::test_one_that_only_a_frame_of_the_failed_attempt_keeps_goes",
+        ),
+    ),
+    Mutant(
         "a-map-holds-its-function",
         "the place of a map holds nothing that its function leads to",
         "csrc/loop/chunks.c",

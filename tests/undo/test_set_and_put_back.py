@@ -342,6 +342,23 @@ def test_one_whose_handle_is_kept_out_of_sight_stays(once: Callable[..., Any], f
     assert len(got.net[1]._forward_hooks) == 1
 
 
+def test_one_that_only_a_frame_of_the_failed_attempt_keeps_goes() -> None:
+    """A debugger, a logger: what holds the frame holds its handle."""
+    w, frames = World(), Seen[Any]()
+
+    def begin(w: World) -> Callable[[], Any]:
+        handle = w.net[1].register_forward_hook(_double)
+        frames.append(handle)
+        return handle.remove
+
+    want = World()
+    losses = want.run(_step(want, forward_hook), -1)
+    for fails in (0, 1):
+        w = World()
+        assert w.run(oomkit.auto_batch(_step(w, begin)), fails) == pytest.approx(losses, rel=1e-12)
+        assert not w.net[1]._forward_hooks
+
+
 def test_one_that_nobody_keeps_must_be_registered_again() -> None:
     w = World()
     before = [p.detach().clone() for p in w.net.parameters()]
