@@ -161,21 +161,26 @@ def _has_run(found: Found, failed: int, before: set[int]) -> bool:
 Generators = tuple[tuple[object, FrameType, int], ...]
 
 
+def _is_taker(outer: object) -> bool:
+    kind = type(outer)
+    return kind in (zip, map, filter) or (
+        kind.__module__ == "itertools" and kind is not itertools.chain
+    )
+
+
 def _taken_by(parts: object) -> str:
     """What has taken parts out of this iterator for something else than a loop: a zip() goes on
     with its other iterators, an islice() counts, the function of a filter() has seen them."""
-    for referrer in gc.get_referrers(parts):
-        for outer in [referrer, *(gc.get_referrers(referrer) if type(referrer) is tuple else ())]:
-            kind = type(outer)
-            if kind in (zip, map, filter) or (
-                kind.__module__ == "itertools" and kind is not itertools.chain
-            ):
-                name = kind.__name__.strip("_").partition("_data")[0]  # _tee_dataobject
-                return (
-                    f"the parts come through {name}(), which has gone on: give all of its batches "
-                    "to one chunks(), and loop over that"
-                )
-    return ""
+    found = gc.get_referrers(parts)
+    found += [outer for one in found if type(one) is tuple for outer in gc.get_referrers(one)]
+    names = [type(one).__name__ for one in found if _is_taker(one)]
+    if not names:
+        return ""
+    name = names[0].strip("_").partition("_data")[0]  # _tee_dataobject
+    return (
+        f"the parts come through {name}(), which has gone on: give all of its batches to one "
+        "chunks(), and loop over that"
+    )
 
 
 def _between(generators: Generators, held: tuple[Any, ...]) -> str:
@@ -214,8 +219,10 @@ def loop_judge(
         traceback = traceback.tb_next
     if loop < 0 or traceback is None:
         return loop
+    if told := _taken_by(parts):  # before anything of ours refers to them
+        return told
     held = (*(one() if isinstance(one, weakref.ref) else one for one in kept), parts)
-    if told := _taken_by(parts) or _between(generators, held):
+    if told := _between(generators, held):
         return told
     done = _done(frame, loop, traceback.tb_lasti, instruction, held)
     return f"{done}, and would once more for these rows: {_ADVICE}" if done else loop

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.seen import Seen
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -71,7 +72,7 @@ def mapped(rank: Rank) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with torch.no_grad():
         expected = torch.cat([net(x) for x in batches])
-        sizes: list[int] = []
+        sizes: Seen[int] = Seen()
 
         def score(x: torch.Tensor) -> torch.Tensor:
             sizes.append(len(x))
