@@ -402,7 +402,12 @@ module_hooks_change(PyObject *module, PyObject *args)
 static PyObject *
 module_hooks_count(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
-    return PyBool_FromLong(oomkit_call_noting(oomkit_state_of_module(module)) != NULL);
+    const oomkit_call *call = oomkit_call_noting(oomkit_state_of_module(module));
+
+    return Py_NewRef(call == NULL ? Py_None
+                     : call->given.is_body || call->given.func == NULL
+                         ? Py_True
+                         : call->given.func);
 }
 
 /* torch.nn.Module.zero_grad() is about to clear the gradients of this module. */
@@ -509,7 +514,7 @@ static PyMethodDef module_methods[] = {
      "_hooks_change(tables, id, registered, /)\n--\n\nThe user's code registers or "
      "removes a hook."},
     {"_hooks_count", module_hooks_count, METH_NOARGS,
-     "_hooks_count()\n--\n\nWhether hooks are noted in this thread (bool)."},
+     "_hooks_count()\n--\n\nThe function for which hooks are noted, True: a body."},
     {"_mode_changes", module_mode_changes, METH_O,
      "_mode_changes(module, /)\n--\n\nBefore a module's train() or eval()."},
     {"_zero_grad_begins", module_zero_grad_begins, METH_O,

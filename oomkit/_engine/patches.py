@@ -19,8 +19,9 @@ from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from .._code.objects import FOREIGN, LIBRARIES, unwrap
+from .._code.objects import FOREIGN, LIBRARIES, unwrap, wrapped
 
+_CALLERS = 64  # between the step and where a hook is registered
 # Modules of torch whose functions register and remove hooks for their caller.
 _HOOKS = frozenset(
     {
@@ -65,16 +66,16 @@ def watch_hooks() -> None:
     @functools.wraps(begin)
     def __init__(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        if not is_compiling() and _C._hooks_count():
-            line = _line_of_user(sys._getframe(1))
+        if not is_compiling() and (step := _C._hooks_count()) is not None:
+            line = _line_of_user(sys._getframe(1), step)
             if line is not None:
                 _C._hooks_change(_tables(self), self.id, (weakref.ref(self), line))
 
     @functools.wraps(remove)
     def remove_hook(self: RemovableHandle) -> None:
-        if not is_compiling() and _C._hooks_count():
+        if not is_compiling() and (step := _C._hooks_count()) is not None:
             frame = sys._getframe(1)
-            if _line_of_user(frame) is not None and not _is_done(self, frame):
+            if _line_of_user(frame, step) is not None and not _is_done(self, frame):
                 _C._hooks_change(_tables(self), self.id, None)
         remove(self)
 
@@ -99,17 +100,27 @@ def _is_done(handle: RemovableHandle, frame: types.FrameType | None) -> bool:
     return False
 
 
-def _line_of_user(frame: types.FrameType | None) -> str | None:
-    """Where a hook is registered or removed, if by code that is read for plain state, too."""
-    while frame is not None:
-        name = frame.f_globals.get("__name__")
-        if name not in _HOOKS:
-            top = str(name).partition(".")[0]
-            if top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names:
-                return None
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def _line_of_user(frame: types.FrameType | None, step: object) -> str | None:
+    """Where a hook is registered or removed, if by code that is read for plain state, too: the
+    line, and those that have called it, up to the step's own. Two hooks that one helper registers
+    are two."""
+    while frame is not None and frame.f_globals.get("__name__") in _HOOKS:
         frame = frame.f_back
-    return None
+    if frame is None:
+        return None
+    top = str(frame.f_globals.get("__name__")).partition(".")[0]
+    if top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names:
+        return None
+    lines = [f"{frame.f_code.co_filename}:{frame.f_lineno}"]
+    codes = {function.__code__ for function in wrapped(unwrap(step, (), {})[0])}
+    for _ in range(_CALLERS):
+        if frame.f_code in codes:
+            return ", called at ".join(lines)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    return lines[0]
 
 
 def watch_schedulers() -> None:

@@ -314,8 +314,8 @@ MUTANTS = [
         "hooks-of-libraries-go",
         "what a library registers when a module first runs stays: it notes that elsewhere",
         "oomkit/_engine/patches.py",
-        "            if top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names:",
-        "            if False:",
+        "    if top in FOREIGN or top in LIBRARIES or top in sys.stdlib_module_names:",
+        "    if False:",
         (
             "undo/test_set_and_put_back.py"
             "::test_what_a_library_registers_when_a_module_first_runs_stays",

@@ -359,6 +359,28 @@ def test_one_that_only_a_frame_of_the_failed_attempt_keeps_goes() -> None:
         assert not w.net[1]._forward_hooks
 
 
+def _register(layer: nn.Module) -> Any:
+    return layer.register_forward_hook(_double)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_two_of_one_helper_are_told_apart(fails: int, phase: Any) -> None:
+    """One is registered once and kept out of sight, the other in each step."""
+
+    def begin(w: World) -> Callable[[], Any]:
+        if w.net[1] not in KEPT:
+            KEPT[w.net[1]] = _register(w.net[1])
+        handle = _register(w.net[1])
+        return handle.remove
+
+    want, got = World(), World()
+    losses = want.run(_step(want, begin), -1)
+    split = got.run(oomkit.auto_batch(_step(got, begin)), fails, phase)
+    assert split == pytest.approx(losses, rel=1e-12)
+    assert len(got.net[1]._forward_hooks) == 1
+
+
 def test_one_that_nobody_keeps_must_be_registered_again() -> None:
     w = World()
     before = [p.detach().clone() for p in w.net.parameters()]
