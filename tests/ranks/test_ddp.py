@@ -1,4 +1,8 @@
-"""Faults on some ranks of a step: gradients as if there were none."""
+"""Faults on some ranks of a step: gradients as if there were none.
+
+All options at all places are units of `make prove` (ranks/sweeps.py): the first tests are samples
+of them. What is swept here alone stands behind them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from helpers.sample import WHOLE, sampled, with_rest
 from .launch import results_of
 from .programs import ddp, fsdp
 
-KINDS = ("first", "last", "all", "again", "pair")
 ALWAYS = ("plain", "norm", "accumulation", "fp16")
 SOME = sampled([*ddp.OPTIONS], 4, "options", always=lambda option: option in ALWAYS)
 SHARDED = sampled([*fsdp.OPTIONS], 2, "sharded", always=lambda option: option in ("proof", "parts"))
@@ -23,12 +26,8 @@ def _sweep(program: str, world: int, options: object, **given: object) -> None:
             assert one["failures"] == [], option
 
 
-@pytest.mark.parametrize("options", [[o] for o in ddp.OPTIONS] if WHOLE else [SOME])
-def test_faults_leave_no_trace(options: list[str]) -> None:
-    if WHOLE:
-        _sweep("ddp", 2, options, kinds=KINDS, at=[0, 1, 2])
-    else:
-        _sweep("ddp", 2, options, kinds=["last", "again"], at=[2], stride=58, offset=2)
+def test_faults_leave_no_trace() -> None:
+    _sweep("ddp", 2, SOME, kinds=["last", "again"], at=[2], stride=58, offset=2)
 
 
 def test_each_place_of_a_plain_step() -> None:
@@ -41,31 +40,16 @@ def test_a_hook_with_a_state_that_compresses() -> None:
     _sweep("ddp", 2, ["powersgd"], kinds=["last", "again"], at=[1, 2], stride=9)
 
 
-@pytest.mark.parametrize("options", [[o] for o in fsdp.OPTIONS] if WHOLE else [SHARDED])
-def test_faults_leave_no_trace_sharded(options: list[str]) -> None:
-    if WHOLE:
-        _sweep("fsdp", 2, options, kinds=KINDS, at=[0, 1, 2])
-    else:
-        _sweep("fsdp", 2, options, kinds=["last", "again"], at=[1], stride=400, offset=2)
+def test_faults_leave_no_trace_sharded() -> None:
+    _sweep("fsdp", 2, SHARDED, kinds=["last", "again"], at=[1], stride=400, offset=2)
 
 
-@pytest.mark.parametrize("option", ddp.OPTIONS if WHOLE else ["plain"])
-def test_four_ranks(option: str) -> None:
-    if WHOLE:
-        _sweep("ddp", 4, [option], kinds=KINDS, at=[1], stride=2)
-    else:
-        _sweep("ddp", 4, [option], kinds=["pair"], at=[1], stride=13)
+def test_four_ranks() -> None:
+    _sweep("ddp", 4, ["plain"], kinds=["pair"], at=[1], stride=13)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[o] for o in (*fsdp.OPTIONS, *fsdp.OF_FOUR)] if WHOLE else [["hsdp"]],
-)
-def test_four_ranks_sharded(options: list[str]) -> None:
-    if WHOLE:
-        _sweep("fsdp", 4, options, kinds=KINDS, at=[1], stride=2)
-    else:
-        _sweep("fsdp", 4, options, kinds=["pair"], at=[1], stride=40)
+def test_four_ranks_sharded() -> None:
+    _sweep("fsdp", 4, ["hsdp"], kinds=["pair"], at=[1], stride=40)
 
 
 APART: list[tuple[int, dict[str, object]]] = [
