@@ -97,7 +97,7 @@ class Watch:
     def reset(self) -> None:
         """A new training begins: an earlier one counts as way, not as result."""
         self.course.steps.clear()
-        self.forwards = self.rows = 0
+        self.sizes: list[int] = []  # rows of each forward of this step
         self.ooms_told = Errors.count
         self.baseline = self.first_baseline
         self.weights = np.zeros(self.work.rows * self.work.steps)
@@ -121,7 +121,7 @@ class Watch:
 
     def pause(self) -> None:
         """Data is asked for. Between two updates? Loaders fetch ahead."""
-        if self.quiet or self.forwards or len(self.course.steps) < FIRST:
+        if self.quiet or self.sizes or len(self.course.steps) < FIRST:
             return
         if self.brief:
             raise Enough
@@ -134,8 +134,7 @@ class Watch:
             allocated()
             self.hidden += time.process_time() - begun
             return
-        self.forwards += 1
-        self.rows += args[0].shape[0]
+        self.sizes.append(args[0].shape[0])
         if self.baseline is None:
             self.baseline = allocated()
             self.first_baseline = self.first_baseline or self.baseline
@@ -163,9 +162,9 @@ class Watch:
         assert self.start is not None
         ooms = Errors.count
         self.course.steps.append(
-            Step(self.now() - self.start, ooms - self.ooms_told, self.forwards, self.rows)
+            Step(self.now() - self.start, ooms - self.ooms_told, len(self.sizes), sum(self.sizes))
         )
-        self.ooms_told, self.forwards, self.rows = ooms, 0, 0
+        self.ooms_told, self.sizes = ooms, []
         self.baseline = None
 
     def result(self, step: int, output: Tensor) -> None:

@@ -3,6 +3,7 @@
  * per site: around the first micro-batch of its first split call. */
 #include "accum.h"
 #include "../call/step.h"
+#include "../plain/alike.h"
 #include "../undo/parameters.h"
 #include "../undo/undo.h"
 
@@ -183,16 +184,20 @@ static int
 effects_end(oomkit_call *call)
 {
     PyObject *effects = call->cut->effects; /* owned */
-    OWNED PyObject *answer = NULL;
+    OWNED PyObject *answer = NULL, *settled = NULL;
 
     oomkit_param_copies_checked(call);
     if (effects == NULL) {
         return 0;
     }
     call->cut->effects = NULL;
+    settled = oomkit_plain_settled(call);
     EXEMPT (call->st) {
-        answer =
-            PyObject_CallOneArg(effects, call->sequence_waived ? Py_True : Py_False);
+        answer = settled == NULL
+                     ? NULL
+                     : PyObject_CallFunctionObjArgs(
+                           effects, call->sequence_waived ? Py_True : Py_False, settled,
+                           NULL);
     }
     if (answer == NULL) {
         call->cut->effects = effects; /* its hooks may be in the modules still */

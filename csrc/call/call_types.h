@@ -286,6 +286,22 @@ typedef struct oomkit_unknown {
                         gradient, or NULL */
 } oomkit_unknown;
 
+/* plain: what each micro-batch may change alike. */
+typedef struct oomkit_plain_alike {
+    PyObject
+        *wholes; /* owned: what the whole runs of proofs have left (a dict), or NULL */
+    PyObject *first; /* owned: of the present run, by name, that the first part has left
+                        the same; of the call itself, what it has left; or NULL */
+    int made;        /* something was made where there was nothing */
+} oomkit_plain_alike;
+
+/* accum: parameters that the whole rows of a proof have moved. */
+typedef struct oomkit_moved {
+    PyObject *whole; /* owned: dict of their numbers to what they were then, or NULL */
+    oomkit_slice rows;
+    Py_ssize_t count; /* in the call itself: how many the last micro-batch has moved */
+} oomkit_moved;
+
 /* accum: tensors like gradients that parameters have as attributes, with their versions
  * before a backward. */
 typedef struct oomkit_beside {
@@ -442,6 +458,8 @@ typedef struct oomkit_cut {
     oomkit_stale stale;
     oomkit_switches switches;
     oomkit_beside beside;
+    oomkit_plain_alike alike;
+    oomkit_moved moved;
     PyObject *offload; /* of ladder, owned: saved tensors on the host, or NULL */
     int offloads;      /* ... on whichever rung: a run of a proof */
     PyObject

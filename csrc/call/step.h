@@ -74,6 +74,11 @@ typedef struct oomkit_step {
     int hooks_said;                 /* the warning about hooks on gradients was given */
     int unguarded_said;             /* of a loop: its body has no guard */
     oomkit_plain_found plain;
+    int averaged_said;  /* a warning has named one of these: */
+    PyObject *averaged; /* owned: dict of addresses to weak references, of parameters
+                           that each micro-batch moves alike, or NULL */
+    PyObject
+        *alike; /* owned: dict of places to what is known of them (alike.c), or NULL */
     int fall_said;        /* a smaller plan was told of at WARNING */
     int effects_said;     /* what the step changes besides was looked at and said */
     PyObject *left_out;   /* owned: modules that cannot be computed twice, or NULL */

@@ -7,6 +7,7 @@
 #include "../ladder/ladder.h"
 #include "../loop/chunks.h"
 #include "../optim/optim.h"
+#include "../plain/alike.h"
 #include "../proof/proof.h"
 #include "../ranks/ranks.h"
 #include "../types/types.h"
@@ -29,6 +30,7 @@ _Static_assert(sizeof(when_whole) / sizeof(*when_whole) <= OOMKIT_HANDLERS,
 static const oomkit_rule *const when_split[] = {
     &oomkit_sequence_rule, /* first: what others refuse is then known by its line */
     &oomkit_hyperparams_rule,
+    &oomkit_plain_alike_rule, /* before the step's effects are told */
     &oomkit_switches_rule,    /* before anything is made of the graph */
     &oomkit_stray_grads_rule, /* before anything accumulates */
     &oomkit_grad_hooks_rule,

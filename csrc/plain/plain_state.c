@@ -218,9 +218,11 @@ marks_lost(oomkit_plain *plain, Py_ssize_t node)
     return PySet_Add(plain->lost, plain->site->nodes[node].name);
 }
 
-/* What names lead to first: contents are put into what stands there then. 0 or -1. */
+/* What names lead to first: contents are put into what stands there then. Of one place,
+ * or (-1) of all. 0 or -1. */
 static int
-marks_restore(oomkit_call *call, oomkit_plain *plain, const oomkit_plain_marks *marks)
+marks_restore(oomkit_call *call, oomkit_plain *plain, const oomkit_plain_marks *marks,
+              Py_ssize_t node)
 {
     Py_ssize_t i;
     int lost = 0, round;
@@ -228,6 +230,9 @@ marks_restore(oomkit_call *call, oomkit_plain *plain, const oomkit_plain_marks *
     for (round = 0; round < 2; round++) {
         for (i = 0; i < marks->count; i++) {
             const oomkit_plain_mark *mark = &marks->items[i];
+            if (node >= 0 && mark->node != node) {
+                continue;
+            }
             lost = round == 1    ? restore_content(call, mark)
                    : mark->bound ? restore_binding(call, mark)
                                  : 0;
@@ -248,9 +253,74 @@ oomkit_plain_restore(oomkit_call *call)
         return 0;
     }
     if (plain->keep) {
-        return marks_restore(call, plain, &plain->part);
+        return marks_restore(call, plain, &plain->part, -1);
     }
-    return plain->entry.taken ? marks_restore(call, plain, &plain->entry) : 0;
+    return plain->entry.taken ? marks_restore(call, plain, &plain->entry, -1) : 0;
+}
+
+int
+oomkit_plain_node_back(oomkit_call *call, Py_ssize_t node)
+{
+    return marks_restore(call, call->entry.plain, &call->entry.plain->entry, node);
+}
+
+/* See oomkit_plain_node_moved(). */
+static int
+mark_moved(oomkit_call *call, const oomkit_plain_mark *mark, PyObject *now)
+{
+    const oomkit_content *content = &mark->content;
+    OWNED PyObject *target = NULL;
+    int moved;
+
+    if (mark->bound && !oomkit_held_same(&mark->old, now)) {
+        return mark->old.kind == OOMKIT_HELD_ABSENT || mark->old.address == Py_None ||
+                       now == NULL
+                   ? 3
+                   : 1;
+    }
+    if (content->kind == OOMKIT_CONTENT_NONE) {
+        return 0;
+    }
+    target = content_target(call, mark);
+    moved = target != NULL ? oomkit_content_moved(call->st, content, target) : 0;
+    if (PyErr_Occurred() || moved <= 0) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    return content->kind == OOMKIT_CONTENT_LENGTH ||
+                   (PyList_Check(target) &&
+                    PyList_GET_SIZE(target) != content->count) ||
+                   (PyDict_Check(target) && PyDict_GET_SIZE(target) != content->count)
+               ? 2
+               : 1;
+}
+
+int
+oomkit_plain_node_moved(oomkit_call *call, Py_ssize_t node, PyObject **value)
+{
+    const oomkit_plain_marks *marks = &call->entry.plain->entry;
+    Py_ssize_t i;
+    int moved = 0;
+
+    *value = NULL;
+    for (i = 0; moved >= 0 && i < marks->count; i++) {
+        const oomkit_plain_mark *mark = &marks->items[i];
+        int by;
+        if (mark->node != node) {
+            continue;
+        }
+        if (*value == NULL && !mark->inside) {
+            if (mark->at.kind != OOMKIT_AT_NOTHING &&
+                oomkit_at_read(&mark->at, value) < 0) {
+                return -1;
+            }
+            if (mark->at.kind == OOMKIT_AT_NOTHING) {
+                *value = content_target(call, mark);
+            }
+        }
+        by = PyErr_Occurred() ? -1 : mark_moved(call, mark, *value);
+        moved = by < 0 || by > moved ? by : moved;
+    }
+    return moved;
 }
 
 /* --- the call --- */
@@ -438,5 +508,5 @@ oomkit_plain_restore_now(oomkit_call *call, const oomkit_savepoint *now)
 
     return plain == NULL || !plain->entry.taken
                ? 0
-               : marks_restore(call, plain, &plain->entry);
+               : marks_restore(call, plain, &plain->entry, -1);
 }

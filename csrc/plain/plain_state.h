@@ -183,6 +183,15 @@ void
 oomkit_plain_give_up(oomkit_call *call);
 int
 oomkit_plain_restore(oomkit_call *call);
+/* Does something else lie in one place of the site than when the attempt began? *value
+ * (owned) is what is there, or NULL. 3: there was nothing, or None; 2: it has another
+ * length; 1, 0 or -1. */
+int
+oomkit_plain_node_moved(oomkit_call *call, Py_ssize_t node, PyObject **value);
+/* One place as it was at the begin of the attempt; what cannot be is among those that
+ * oomkit_plain_say() names. 0 or -1. */
+int
+oomkit_plain_node_back(oomkit_call *call, Py_ssize_t node);
 /* After a roll-back: names what could not be put back. 0, or -1 with a warning that is
  * an error. */
 int

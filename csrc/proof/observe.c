@@ -6,6 +6,7 @@
 #include "../call/step.h"
 #include "../hook/step_arguments.h"
 #include "../optim/optim.h"
+#include "../plain/alike.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../undo/gradients.h"
@@ -431,6 +432,27 @@ path_differs_again(oomkit_call *call)
                   "micro-batches-differ"));
 }
 
+/* The first micro-batch has changed a place that no proof has seen changed (a count of
+ * epochs): how the others are to find it must be shown. 1, 0 or -1. */
+static int
+place_is_new(oomkit_call *call)
+{
+    oomkit_proven *found;
+    int is_new;
+
+    if (call->cut->at > 0 || call->is_last || !oomkit_paths_watched(call) ||
+        oomkit_updates_made(call) > 0 || oomkit_update_is_final(call)) {
+        return 0;
+    }
+    is_new = oomkit_plain_is_new(call);
+    found = is_new > 0 ? oomkit_proven_find(call) : NULL;
+    if (found != NULL) {
+        found->unseen = 0;
+        found->level = OOMKIT_PROVEN_NOT;
+    }
+    return is_new < 0 ? -1 : found != NULL;
+}
+
 /* A micro-batch that has done what no proof has seen begins the attempt again, with a
  * proof. 0 or -1. */
 static int
@@ -439,6 +461,7 @@ proof_path(oomkit_call *call)
     int is_new = oomkit_proof_is_new_path(call);
 
     is_new = is_new == 0 ? oomkit_terms_are_new(call) : is_new;
+    is_new = is_new == 0 ? place_is_new(call) : is_new;
     if (is_new <= 0) {
         return is_new;
     }

@@ -50,6 +50,7 @@ typedef struct oomkit_proof {
     int everything;           /* every module is in eval, not those of chance alone */
     int by_chance;            /* numbers are drawn all the same: compared coarsely */
     int moved;                /* ... in the last run without a graph */
+    int drew;                 /* ... in the last whole run */
     int unfit;                /* which has run out of memory */
     int raises;               /* ... or raised another error, */
     PyObject *raised;         /* owned: which says this, or NULL */

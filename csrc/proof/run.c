@@ -6,6 +6,7 @@
 #include "../call/step.h"
 #include "../device/device.h"
 #include "../ladder/activations.h"
+#include "../plain/alike.h"
 #include "../py/tensor.h"
 #include "../result/result.h"
 #include "../undo/gradients.h"
@@ -416,6 +417,22 @@ run_dealt(oomkit_proof *p)
     return done == NULL ? -1 : 0;
 }
 
+/* What parts that draw random numbers leave alike in tensors and parameters may have
+ * them in: parts of a proof are given what the whole draws. 0 or -1. */
+static int
+run_random(oomkit_proof *p, int64_t count)
+{
+    if (count == 1) {
+        p->drew = oomkit_proof_drew(p);
+        return p->drew < 0 ? -1 : 0;
+    }
+    if (!p->drew) {
+        return 0;
+    }
+    Py_CLEAR(p->call->step->averaged);
+    return oomkit_plain_is_random(p->call);
+}
+
 int
 oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
                  int64_t count, int *moved)
@@ -470,6 +487,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (status == 0 && p->sequence == 0) {
         p->sequence = oomkit_proof_sequence(call);
     }
+    status = status == 0 ? run_random(p, count) : status;
     if (status == 0 && moved != NULL) {
         *moved = oomkit_proof_drew(p);
         status = *moved < 0 ? -1 : 0;

@@ -326,6 +326,8 @@
     X(module_runs)         /* the same: a hook before a module's forward */            \
     X(watch_effects) /* oomkit._code.side_effects: what else a split step changes */   \
     X(plain_places)  /* oomkit._code.plain_state: where a step stores */               \
+    X(value_copies)  /* oomkit._code.alike: what lies in a place */                    \
+    X(same_copies)   /* the same: is that equal? */                                    \
     X(close_match)   /* oomkit._engine.callables: "; did you mean ...?" */             \
     X(argument_problem) /* oomkit._engine.callables: a name of no parameter */         \
     X(weight_problem)   /* oomkit._engine.callables: why weight= cannot be called */   \

@@ -135,6 +135,8 @@ step_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->func);
     Py_VISIT(self->dict);
     Py_VISIT(self->left_out);
+    Py_VISIT(self->alike);
+    Py_VISIT(self->averaged);
     Py_VISIT(self->given);
     Py_VISIT(self->instances);
     Py_VISIT(self->parent);
@@ -183,6 +185,8 @@ step_clear(PyObject *op)
     Py_CLEAR(self->last_gradient);
     Py_CLEAR(self->memory_key);
     Py_CLEAR(self->left_out);
+    Py_CLEAR(self->alike);
+    Py_CLEAR(self->averaged);
     Py_CLEAR(self->func);
     Py_CLEAR(self->dict);
     return 0;

@@ -17,6 +17,36 @@ params_read(oomkit_state *st, const oomkit_participants *parts, uint32_t *versio
                : oomkit_bridge_failed("read the parameters");
 }
 
+uint8_t *
+oomkit_params_all_moved(oomkit_call *call)
+{
+    const Py_ssize_t n = call->parts->param_count;
+    uint8_t *moved = PyMem_Calloc((size_t)n + 1, 1); /* returned */
+    OWNED_MEMORY uint32_t *now = PyMem_Malloc((size_t)(n + 1) * sizeof(*now));
+    Py_ssize_t i;
+
+    if (moved == NULL || now == NULL) {
+        PyErr_NoMemory();
+        MEMORY_CLEAR(moved);
+        return NULL;
+    }
+    if (n == 0 || call->entry.versions == NULL) {
+        return moved;
+    }
+    if (params_read(call->st, call->parts, now, NULL) < 0) {
+        MEMORY_CLEAR(moved);
+        return NULL;
+    }
+    for (i = 0; i < n; i++) {
+        moved[i] = !oomkit_buffers_have(call, i) &&
+                   (now[i] != call->entry.versions[i] ||
+                    (call->entry.samples != NULL &&
+                     oomkit_tensor_sample(call->st, call->parts->params[i]) !=
+                         call->entry.samples[i]));
+    }
+    return moved;
+}
+
 /* A parameter that moved since the attempt began: 1 and its index; 0; -1. */
 int
 oomkit_params_moved(oomkit_call *call, Py_ssize_t *which)

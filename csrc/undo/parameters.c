@@ -182,7 +182,8 @@ oomkit_param_copies_begin(oomkit_call *call)
 int
 oomkit_param_copies_take(oomkit_call *call)
 {
-    if ((call->step->effects_said && call->proof == NULL) ||
+    if ((call->step->effects_said && call->step->averaged == NULL &&
+         call->proof == NULL) ||
         call->entry.copies != NULL || call->parts->param_count == 0) {
         return 0;
     }
@@ -192,7 +193,7 @@ oomkit_param_copies_take(oomkit_call *call)
 void
 oomkit_param_copies_checked(oomkit_call *call)
 {
-    if (oomkit_writes_shown(call) == NULL) {
+    if (oomkit_writes_shown(call) == NULL && call->step->averaged == NULL) {
         oomkit_param_copies_release(call);
     }
 }
@@ -244,9 +245,8 @@ rest_known(const oomkit_call *call, PyObject *optimizer, PyObject *known)
     return 0;
 }
 
-/* The addresses of all parameters that optimizers have. New set or NULL. */
-static PyObject *
-rest_all_known(const oomkit_call *call)
+PyObject *
+oomkit_params_of_optimizers(const oomkit_call *call)
 {
     OWNED PyObject *known = PySet_New(NULL);
 
@@ -288,7 +288,7 @@ oomkit_param_copies_rest(oomkit_call *call)
         (param_copies_room(call) < 0 || param_copies_measure(call, &ignored) < 0)) {
         return -1;
     }
-    known = rest_all_known(call);
+    known = oomkit_params_of_optimizers(call);
     for (i = 0; known != NULL && i < call->entry.copies->count; i++) {
         const param_copy *item = &call->entry.copies->items[i];
         int has = rest_has(known, call->parts->params[i]);
@@ -410,6 +410,25 @@ param_copies_restore_one(oomkit_call *call, Py_ssize_t i)
     return done == 1 ? oomkit_tensor_version(call->st, call->parts->params[i],
                                              &call->entry.versions[i])
                      : done;
+}
+
+int
+oomkit_param_copies_put_one(oomkit_call *call, Py_ssize_t i)
+{
+    if (call->entry.copies == NULL || i >= call->entry.copies->count) {
+        return 0;
+    }
+    switch (param_copies_put_back(call, i)) {
+    case 1:
+        return oomkit_tensor_version(call->st, call->parts->params[i],
+                                     &call->entry.versions[i]) < 0
+                   ? -1
+                   : 1;
+    case -1:
+        return -1;
+    default:
+        return 0;
+    }
 }
 
 /* Can nothing tell whether parameter i was written to? 1, 0 or -1. */

@@ -15,6 +15,16 @@ oomkit_param_copies_take(oomkit_call *call);
  * 0 or -1. */
 int
 oomkit_param_copies_rest(oomkit_call *call);
+/* One flag for each parameter: has it moved since the attempt began, by its version or
+ * its values? New memory (PyMem_Free) or NULL. */
+uint8_t *
+oomkit_params_all_moved(oomkit_call *call);
+/* The addresses of all parameters that optimizers have. New set or NULL. */
+PyObject *
+oomkit_params_of_optimizers(const oomkit_call *call);
+/* One parameter as it was at entry. 1; 0 there is no copy that would do; -1. */
+int
+oomkit_param_copies_put_one(oomkit_call *call, Py_ssize_t i);
 /* While rolling back: how many parameters stay changed by the step, and *which is the
  * first of them; -1. */
 Py_ssize_t

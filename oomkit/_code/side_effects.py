@@ -83,6 +83,12 @@ class _Other:
         return mine is self or its is other or mine is its
 
 
+def _within(path: str, places: set[str]) -> bool:
+    """Does it lead to one of the places (names with a number), or into what lies there?"""
+    names = {place.rpartition(" ")[0] for place in places}
+    return any(path.startswith(p) and path[len(p) : len(p) + 1] in ("", ".", "[") for p in names)
+
+
 def _difference(was: object, now: object) -> str | None:
     """How a recorded value changed, or None."""
     if isinstance(was, _Length) and isinstance(now, _Length):
@@ -375,10 +381,12 @@ class Watch:
         for value in reachable(first.function, [*first.given.values()], leads_on):
             carefully(partial(far.value, value))
 
-    def __call__(self, guarded: bool) -> tuple[str | None, str | None, str | None]:
+    def __call__(
+        self, guarded: bool, settled: set[str]
+    ) -> tuple[str | None, str | None, str | None]:
         try:
             refusal, buffers = self.buffers.end()
-            warning = None if guarded else self.warning(buffers)
+            warning = None if guarded else self.warning(buffers, settled)
         except Exception:
             _log.debug("a step's side effects could not be looked at", exc_info=True)
             return None, None, self.beside
@@ -386,12 +394,14 @@ class Watch:
             self.abandon()
         return refusal, warning, self.beside
 
-    def warning(self, buffers: list[str]) -> str | None:
+    def warning(self, buffers: list[str], settled: set[str]) -> str | None:
+        """What is not in ``settled``: numbers that end as the whole batch would leave them."""
         effects = [
             effect
             for each in self.functions
             for effect in effects_of(each.function, each.given)
             if not effect.path.endswith(_METRIC)
+            and not _within(self._of_step(each, effect.path), settled)
         ]
         if self.functions:
             for effect in effects:
@@ -401,13 +411,14 @@ class Watch:
             path: how
             for path, was in self.before.items()
             if path in now
+            and not _within(path, settled)
             and f"{path.rpartition('.')[0]}{_METRIC}" not in now
             and (how := _difference(was, now[path])) is not None
         }
         changed |= {
             path: f"{_short(value)}, made by it"
             for path, value in now.items()
-            if path not in self.before and _is_count(path, value)
+            if path not in self.before and _is_count(path, value) and not _within(path, settled)
         }
         lines = [_line(effect, changed.pop(effect.path, None)) for effect in effects]
         lines += [f"{path} ({how})" for path, how in changed.items() if _AT not in path]
@@ -417,6 +428,15 @@ class Watch:
         if len(lines) > _SHOWN:
             lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
         return "; ".join(lines) or None
+
+    def _of_step(self, function: _Function, path: str) -> str:
+        """A path that a function reads, by the step's own name of the object that it begins at."""
+        first = min((i for i, c in enumerate(path) if c in ".["), default=len(path))
+        value = function.given.get(path[:first], self)
+        for name, given in self.functions[0].given.items():
+            if given is value:
+                return name + path[first:]
+        return path
 
     def abandon(self) -> None:
         """Take the hooks out again and forget everything. Needs no memory."""

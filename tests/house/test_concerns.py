@@ -37,6 +37,8 @@ OWNER = {
     "oomkit_unknown": "accum",
     "oomkit_stale": "accum",
     "oomkit_beside": "accum",
+    "oomkit_plain_alike": "plain",
+    "oomkit_moved": "accum",
     "oomkit_switches": "undo",
     "oomkit_losses": "accum",
     "oomkit_paths": "accum",

@@ -204,6 +204,42 @@ def _whole(oomkit: Any, torch: Any) -> Callable[[], Any]:
     return use
 
 
+def _averaging(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    """A split step with a count, and averages of the weights in tensors and in a module."""
+    from oomkit.testing import inject_oom
+
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.25)
+    x, y = torch.arange(24.0).reshape(8, 3) / 24, torch.ones(8, 2)
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.n = 0
+            self.model, self.average = copy.deepcopy(model), copy.deepcopy(model)
+            self.shadow = {"w": torch.zeros(2, 3)}
+
+        def step(self, x: Any, y: Any) -> None:
+            self.n += 1
+            self.model.zero_grad()
+            (self.model(x) - y).pow(2).mean().backward()
+            with torch.no_grad():
+                for a, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                    a.mul_(0.5).add_(p, alpha=self.n)
+                self.shadow["w"] = 0.5 * self.shadow["w"] + self.model.weight
+
+    def use() -> Any:
+        trainer = Trainer()
+        step = oomkit.auto_batch(trainer.step)
+        with inject_oom(nth=2, phase="backward"):
+            step(x, y)
+        made = [trainer.average.weight, trainer.shadow["w"], trainer.model.weight.grad]
+        return trainer.n, [[[round(v, 3) for v in row] for row in t.tolist()] for t in made]
+
+    return use
+
+
 def _looping(oomkit: Any, torch: Any) -> Callable[[], Any]:
     from oomkit.testing import inject_oom
 
@@ -237,13 +273,14 @@ PLAIN = {
     "figures": _figures,
     "reporting": _reporting,
     "a healthy call": _whole,
+    "averaging": _averaging,
     "loops": _looping,
     "sizes in a checkpoint": checkpoint,
     "trials": trials,
     "searching": searching,
 }
 
-RARER = {"guarding": 3, "a healthy call": 3, "loops": 2, "trials": 3}
+RARER = {"guarding": 3, "a healthy call": 3, "averaging": 3, "loops": 2, "trials": 3}
 """Of those that import something: each time that CPython hangs there costs FAULTY.cpu."""
 
 BODIES: list[Body] = [

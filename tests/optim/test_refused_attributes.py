@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.seen import Seen
 from torch import nn
 
 import oomkit
@@ -167,7 +168,7 @@ class Counting(torch.optim.SGD):
 def test_attributes_of_an_optimizer_of_ones_own_go_back() -> None:
     net = nn.Linear(3, 2)
     opt = Counting(net.parameters(), lr=0.1, momentum=0.5, foreach=False)
-    seen = []
+    seen: Seen[int] = Seen()
 
     @oomkit.auto_batch(optimizer_safety="copy")
     def step(x: torch.Tensor) -> None:

@@ -66,9 +66,9 @@ def skip_on_nan(world: World) -> None:
         world.note(train_step(x, y))
 
 
-@program("refused", says="run different code|counter|current")
+@program("equal", accumulates=True, by_proof=True)
 def counter_decides(world: World) -> None:
-    """A counter in the step decides when to update: it would count micro-batches."""
+    """A counter in the step decides when to update: it counts batches."""
     model = Net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     world.keep(model, optimizer)

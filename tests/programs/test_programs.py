@@ -72,7 +72,7 @@ def test_a_warning_without_need_is_found() -> None:
 
 
 def test_a_refusal_without_need_is_found() -> None:
-    assert "raised SplitError" in _failures("counter_decides", outcome="equal", says=None)
+    assert "raised SplitError" in _failures("skip_on_nan", outcome="equal", says=None)
 
 
 def test_a_refusal_that_does_not_come_is_found() -> None:
@@ -80,7 +80,7 @@ def test_a_refusal_that_does_not_come_is_found() -> None:
 
 
 def test_a_refusal_in_other_words_is_found() -> None:
-    assert "other words" in _failures("counter_decides", says="no such words")
+    assert "other words" in _failures("skip_on_nan", says="no such words")
 
 
 def test_a_result_that_depends_on_the_fault_is_found() -> None:

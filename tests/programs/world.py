@@ -54,6 +54,8 @@ class Program:
     """Gradients are there when a step begins: a recovered run may round them otherwise."""
     or_equal: bool
     """Refused at some places, equal at the others."""
+    by_proof: bool
+    """What the proof shows is put right: an undisturbed run of forced slices has none."""
     found: dict[str, Any]
     """Options that say what the proof finds: the undisturbed run of slices is told them."""
 
@@ -71,6 +73,7 @@ def program(
     caller_backward: bool = False,
     accumulates: bool = False,
     or_equal: bool = False,
+    by_proof: bool = False,
     found: dict[str, Any] | None = None,
 ) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
     """Register a program under the name of its function; the docstring says what it shows."""
@@ -95,6 +98,7 @@ def program(
             caller_backward,
             accumulates or caller_backward,
             or_equal,
+            by_proof,
             found or {},
         )
         return run

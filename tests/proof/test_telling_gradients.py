@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.seen import Seen
 from torch.nn import functional as F
 
 import oomkit
@@ -120,7 +121,7 @@ def test_a_loss_that_couples_is_refused_in_the_first_call_that_tells_it(silent: 
 
 def test_what_was_proven_of_gradients_that_tell_is_not_proven_again() -> None:
     world = World(0, 1.0, _of_tokens)
-    runs = []
+    runs: Seen[int] = Seen()
     plain = world.loss
     world.loss = lambda *given: (runs.append(1), plain(*given))[1]
     step = oomkit.auto_batch(world.step)

@@ -1,0 +1,24 @@
+/* Plain state that each micro-batch of a split step changes alike: see alike.c. */
+#ifndef OOMKIT_PLAIN_ALIKE_H
+#define OOMKIT_PLAIN_ALIKE_H
+
+#include "../call/events.h"
+
+extern const oomkit_rule oomkit_plain_alike_rule;
+
+/* Has the first micro-batch changed a place that no proof has seen changed? It is to be
+ * seen in one, once. 1, 0 or -1. */
+int
+oomkit_plain_is_new(oomkit_call *call);
+
+/* The run of a proof that has just ended has drawn random numbers: tensors may have
+ * them in. 0 or -1. */
+int
+oomkit_plain_is_random(oomkit_call *call);
+
+/* The names of places that end as the whole batch would leave them, without a guard,
+ * each with its number: a set. New reference or NULL. */
+PyObject *
+oomkit_plain_settled(const oomkit_call *call);
+
+#endif
