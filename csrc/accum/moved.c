@@ -5,6 +5,7 @@
 #include "accum.h"
 #include "../call/step.h"
 #include "../optim/optim.h"
+#include "../plain/alike.h"
 #include "../undo/parameters.h"
 #include "../undo/undo.h"
 
@@ -208,6 +209,9 @@ moved_shown(oomkit_call *call)
     if (call->cut->count == 1) {
         return moved_note_whole(call, moved);
     }
+    if (call->cut->moved.count == 0) {
+        return 0; /* an update by hand: the last one has all gradients */
+    }
     for (i = 0; status == 0 && i < call->parts->param_count; i++) {
         if (moved[i]) {
             status = moved_as_whole(call, i);
@@ -229,18 +233,10 @@ moved_tell(oomkit_call *call, Py_ssize_t which)
     }
     call->step->averaged_said = 1;
     name = oomkit_describe_tensor(call, call->parts->params[which]);
-    return name == NULL
-               ? -1
-               : oomkit_warn(
-                     call->st->OomkitWarning, 1,
-                     "oomkit: the batch of %U is split, and %U (and others like it) "
-                     "moves "
-                     "once, by what the last micro-batch does: when the split was "
-                     "verified, all parts of the batch have moved it alike, as an "
-                     "average "
-                     "of the weights. Guard with `if oomkit.current().is_last:` what "
-                     "depends on the rows. Warned once" SEE("side-effects"),
-                     call->options->label, name);
+    if (name != NULL) {
+        Py_SETREF(name, PyUnicode_FromFormat("%U (and others like it)", name));
+    }
+    return name == NULL ? -1 : oomkit_plain_moves_once(call, name);
 }
 
 /* The last micro-batch has moved as many of them as the others. 0 or -1. */

@@ -230,33 +230,38 @@ oomkit_plain_is_random(oomkit_call *call)
 static int
 alike_differs(oomkit_call *call, Py_ssize_t node, PyObject *key)
 {
-    return alike_learn(call, key, ALIKE_NO) < 0
-               ? -1
-               : oomkit_warn(
-                     call->st->OomkitWarning, 1,
-                     "oomkit: the batch of %U is split, and its micro-batches change "
-                     "%U by different amounts now, which earlier ones did not. Guard "
-                     "what must run once per batch with `if "
-                     "oomkit.current().is_last:`. "
-                     "Warned once" SEE("side-effects"),
-                     call->options->label, call->entry.plain->site->nodes[node].name);
+    if (alike_learn(call, key, ALIKE_NO) < 0) {
+        return -1;
+    }
+    return oomkit_warn(
+        call->st->OomkitWarning, 1,
+        "oomkit: the batch of %U is split, and its micro-batches change %U by "
+        "different "
+        "amounts now, which earlier ones did not. Guard what must run once per batch "
+        "with `if oomkit.current().is_last:`. Warned once" SEE("side-effects"),
+        call->options->label, call->entry.plain->site->nodes[node].name);
 }
 
-/* Told, because nothing compares tensors in the call itself. 0 or -1. */
+int
+oomkit_plain_moves_once(oomkit_call *call, PyObject *name)
+{
+    return oomkit_warn(
+        call->st->OomkitWarning, 1,
+        "oomkit: the batch of %U is split, and %U moves once, by what the last "
+        "micro-batch does: when the split was verified, all parts of the batch have "
+        "moved it alike, as an average of the weights. Guard with `if "
+        "oomkit.current().is_last:` what depends on the rows. Warned once" SEE(
+            "side-effects"),
+        call->options->label, name);
+}
+
 static int
 alike_tell(oomkit_call *call, Py_ssize_t node, PyObject *key)
 {
     return alike_learn(call, key, ALIKE_TOLD) < 0
                ? -1
-               : oomkit_warn(
-                     call->st->OomkitWarning, 1,
-                     "oomkit: the batch of %U is split, and %U moves once, by what the "
-                     "last micro-batch does: when the split was verified, all parts of "
-                     "the batch have moved it alike, as an average of the weights. "
-                     "Guard "
-                     "with `if oomkit.current().is_last:` what depends on the rows. "
-                     "Warned once" SEE("side-effects"),
-                     call->options->label, call->entry.plain->site->nodes[node].name);
+               : oomkit_plain_moves_once(call,
+                                         call->entry.plain->site->nodes[node].name);
 }
 
 /* What this micro-batch has left, compared with the first one: of tensors only whether

@@ -16,6 +16,11 @@ oomkit_plain_is_new(oomkit_call *call);
 int
 oomkit_plain_is_random(oomkit_call *call);
 
+/* The warning that `name` moves once: nothing compares tensors in the call itself. 0 or
+ * -1. */
+int
+oomkit_plain_moves_once(oomkit_call *call, PyObject *name);
+
 /* The names of places that end as the whole batch would leave them, without a guard,
  * each with its number: a set. New reference or NULL. */
 PyObject *

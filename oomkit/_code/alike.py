@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .. import _C
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 NUMBERS = (int, float)
 _DEPTH = 4
@@ -35,15 +37,25 @@ class _Copies:
         if kind in PLAIN:
             return value
         if kind in (torch.Tensor, torch.nn.Parameter):
-            self.left -= value.nbytes
-            if value.layout != torch.strided or value.device.type == "meta" or self.left < 0:
-                raise _Opaque
-            self.tensors = True
-            return value.detach().to("cpu", copy=True)
+            return self.tensor(value)
         if kind in (list, tuple, dict) and depth and len(value) <= _ITEMS:
             items = [*value.items()] if kind is dict else value
             return [self.of(item, depth - 1) for item in items]
         raise _Opaque
+
+    def tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if value.layout != torch.strided or value.device.type == "meta":
+            raise _Opaque
+        self.tensors = True
+        self.left -= value.nbytes
+        if self.left < 0:
+            raise _Opaque
+        try:
+            return value.detach().to("cpu", copy=True)
+        except RuntimeError as error:
+            if _C.is_oom_error(error):
+                raise
+            raise _Opaque from error  # of a kind of its own, without a storage
 
 
 def copies(value: object) -> tuple[bool, Any] | None:

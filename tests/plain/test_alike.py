@@ -303,6 +303,27 @@ def test_a_parameter_that_rows_move_is_refused_as_before() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.ema.tensors(), strict=True))
 
 
+def test_an_update_by_hand_is_the_last_micro_batchs() -> None:
+    """Gradients are there in the last one alone; no warning says that others differ."""
+
+    class ByHand(Trainer):
+        def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
+            loss = self.loss(x, y)
+            loss.backward()
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=0.1)
+                        parameter.grad = None
+            return loss.item()
+
+    whole, split = ByHand(), ByHand()
+    del whole.optimizer, split.optimizer
+    _run(whole.step, {}, count=6)
+    assert _run(oomkit.auto_batch(split.step), FAILING["forward"], count=6) == []
+    assert _close(split.state(), whole.state())
+
+
 def test_a_tensor_that_rows_move_is_named() -> None:
     (text,) = _run(oomkit.auto_batch(ByLoss(InPlace).step), FAILING["forward"])
     assert "shadow" in text
