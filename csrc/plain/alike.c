@@ -347,6 +347,15 @@ alike_marks(const oomkit_call *call)
                : NULL;
 }
 
+/* Nothing is marked there, or it is a metric's: its counts belong to what goes on. */
+static int
+alike_left_out(const oomkit_plain *plain, Py_ssize_t node)
+{
+    const int what = plain->site->nodes[node].what;
+
+    return what == 0 || (what & OOMKIT_PLAIN_FLOWS) != 0;
+}
+
 static int
 alike_micro_ends(oomkit_call *call, PyObject *result)
 {
@@ -358,7 +367,7 @@ alike_micro_ends(oomkit_call *call, PyObject *result)
     (void)result;
     for (i = 0; status == 0 && plain != NULL && i < plain->site->count; i++) {
         OWNED PyObject *key = NULL;
-        if (plain->site->nodes[i].what == 0 || (within && call->proof != NULL)) {
+        if (alike_left_out(plain, i) || (within && call->proof != NULL)) {
             continue;
         }
         key = alike_key(call, i);
@@ -396,7 +405,7 @@ alike_micro_begins(oomkit_call *call)
     for (i = 0; i < plain->site->count; i++) {
         OWNED PyObject *key = NULL;
         int alike;
-        if (plain->site->nodes[i].what == 0) {
+        if (alike_left_out(plain, i)) {
             continue;
         }
         key = alike_key(call, i);
@@ -421,7 +430,7 @@ oomkit_plain_is_new(oomkit_call *call)
     for (i = 0; found >= 0 && plain != NULL && i < plain->site->count; i++) {
         OWNED PyObject *key = NULL;
         int is_new;
-        if (plain->site->nodes[i].what == 0) {
+        if (alike_left_out(plain, i)) {
             continue;
         }
         key = alike_key(call, i);

@@ -25,6 +25,7 @@ enum {
     OOMKIT_PLAIN_CONTENT = 2, /* what that holds */
     OOMKIT_PLAIN_GROWS = 4,   /* a list that things are appended to */
     OOMKIT_PLAIN_EACH = 8,    /* what the things in it hold */
+    OOMKIT_PLAIN_FLOWS = 32,  /* goes on from one micro-batch to the next: a metric's */
     OOMKIT_PLAIN_ALL = 16     /* whatever it costs; not in the table */
 };
 

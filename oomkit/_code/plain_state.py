@@ -69,6 +69,7 @@ from .uses import (
 
 # What is done with a place (plain_state.h).
 BIND, CONTENT, GROWS, EACH = 1, 2, 4, 8
+FLOWS = 32  # of a metric: its counts belong to states that micro-batches add to
 
 _log = logging.getLogger("oomkit")
 
@@ -522,14 +523,14 @@ class Places:
         own = own_of(spot.value)
         for name in own["_defaults"]:
             at = Spot(spot, ATTRIBUTE, name, own.get(name))
-            self.mark(at, BIND)
+            self.mark(at, BIND | FLOWS)
             self.fill(at)
         for name, value in own.items():
             if name in own["_defaults"]:
                 continue
             # Wrappers keep tensors that are no states: the largest value so far.
             if name in _METRIC or type(value) in (int, float, torch.Tensor):
-                self.mark(Spot(spot, ATTRIBUTE, name, value), BIND)
+                self.mark(Spot(spot, ATTRIBUTE, name, value), BIND | FLOWS)
 
     def collection(self, spot: Spot) -> None:
         own = own_of(spot.value)
