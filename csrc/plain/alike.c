@@ -17,7 +17,8 @@ typedef enum {
     ALIKE_TOLD,    /* the same, told */
     ALIKE_NO,      /* it goes on from one micro-batch to the next */
     ALIKE_UNTOLD,  /* the same, and it was said to move once */
-    ALIKE_ASKED    /* a proof was begun, because it was changed for the first time */
+    ALIKE_ASKED,   /* a proof was begun, because it was changed for the first time */
+    ALIKE_MADE     /* the same, and there was nothing: see alike_notice_made() */
 } alike_state;
 
 static void
@@ -86,7 +87,8 @@ alike_has_tensors(PyObject *copies)
 /* What lies in a place now, if something else did, as oomkit._code.alike copies it: new
  * reference; None where nothing else did, or (*moved) it is not to be considered; or
  * NULL. What is made once (`if self.steps == 0: self.codes = torch.randn(...)`) is not
- * to be made again by the next micro-batch: nothing is put back in such a call. */
+ * to be made again by the next micro-batch: no number that may decide it is put back in
+ * such a call, whose last micro-batch leaves what the first one has left. */
 static PyObject *
 alike_now(oomkit_call *call, Py_ssize_t node, int *moved)
 {
@@ -105,6 +107,17 @@ alike_now(oomkit_call *call, Py_ssize_t node, int *moved)
         Py_SETREF(copies, Py_NewRef(Py_None));
     }
     return STEAL(copies);
+}
+
+/* Is something made again in this call? 0 or -1. */
+static int
+alike_notice_made(oomkit_call *call, Py_ssize_t node)
+{
+    OWNED PyObject *value = NULL;
+    const int moved = oomkit_plain_node_moved(call, node, &value);
+
+    call->cut->alike.made |= moved == 3;
+    return moved < 0 ? -1 : 0;
 }
 
 /* 1, 0 or -1. */
@@ -175,6 +188,9 @@ alike_proof_ends(oomkit_call *call, Py_ssize_t node, PyObject *key)
 
     if (known < 0 || known == ALIKE_NO || known == ALIKE_UNTOLD) {
         return known < 0 ? -1 : 0; /* once is enough */
+    }
+    if (known == ALIKE_MADE) {
+        return alike_notice_made(call, node);
     }
     if (call->cut->count == 1) {
         return alike_note_whole(call, node, key);
@@ -286,6 +302,11 @@ alike_compare(oomkit_call *call, Py_ssize_t node, PyObject *key, int tensors)
     if (call->cut->at == 0 || first == NULL) { /* finished parts: their first is gone */
         return alike_set(&call->cut->alike.first, key, now);
     }
+    if (call->cut->alike.made && PyTuple_Check(first)) { /* has gone on */
+        return call->cut->at < call->cut->count - 1
+                   ? 0
+                   : oomkit_plain_node_set(call, node, PyTuple_GET_ITEM(first, 1));
+    }
     same = alike_same(call, first, now);
     return same < 0 ? -1 : same ? 0 : alike_differs(call, node, key);
 }
@@ -308,6 +329,8 @@ alike_call_ends(oomkit_call *call, Py_ssize_t node, PyObject *key)
         return moved <= 0               ? moved < 0 ? -1 : 0
                : known == ALIKE_TENSORS ? alike_tell(call, node, key)
                                         : alike_differs(call, node, key);
+    case ALIKE_MADE:
+        return alike_notice_made(call, node);
     default:
         return known < 0 ? -1 : 0;
     }
@@ -328,9 +351,12 @@ alike_is_new(oomkit_call *call, Py_ssize_t node, PyObject *key)
     if (copies == NULL || !moved) {
         return copies == NULL ? -1 : 0;
     }
-    return alike_learn(call, key, copies == Py_None ? ALIKE_NO : ALIKE_ASKED) < 0
+    return alike_learn(call, key,
+                       moved == 3          ? ALIKE_MADE
+                       : copies == Py_None ? ALIKE_NO
+                                           : ALIKE_ASKED) < 0
                ? -1
-               : copies != Py_None;
+               : moved == 3 || copies != Py_None;
 }
 
 /* --- the rule --- */
@@ -384,6 +410,9 @@ alike_is(const oomkit_call *call, PyObject *key)
 {
     const int known = alike_known(call, key);
 
+    if (call->cut->alike.made) {
+        return known < 0 ? -1 : known == ALIKE_TENSORS || known == ALIKE_TOLD;
+    }
     if (known >= 0 && !alike_is_known(known) && call->proof != NULL) {
         return alike_get(call->cut->alike.first, key) != NULL ? 1
                : PyErr_Occurred()                             ? -1
@@ -398,7 +427,7 @@ alike_micro_begins(oomkit_call *call)
     const oomkit_plain *plain = alike_marks(call);
     Py_ssize_t i;
 
-    if (plain == NULL || call->cut->at == 0 || call->cut->alike.made) {
+    if (plain == NULL || call->cut->at == 0) {
         Py_CLEAR(call->cut->alike.first);
         return 0;
     }

@@ -264,6 +264,22 @@ oomkit_plain_node_back(oomkit_call *call, Py_ssize_t node)
     return marks_restore(call, call->entry.plain, &call->entry.plain->entry, node);
 }
 
+int
+oomkit_plain_node_set(oomkit_call *call, Py_ssize_t node, PyObject *value)
+{
+    const oomkit_plain_marks *marks = &call->entry.plain->entry;
+    Py_ssize_t i;
+
+    for (i = 0; i < marks->count; i++) {
+        const oomkit_plain_mark *mark = &marks->items[i];
+        if (mark->node == node && mark->bound && !mark->inside &&
+            oomkit_at_write(&mark->at, value) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* See oomkit_plain_node_moved(). */
 static int
 mark_moved(oomkit_call *call, const oomkit_plain_mark *mark, PyObject *now)

@@ -193,6 +193,9 @@ oomkit_plain_node_moved(oomkit_call *call, Py_ssize_t node, PyObject **value);
  * oomkit_plain_say() names. 0 or -1. */
 int
 oomkit_plain_node_back(oomkit_call *call, Py_ssize_t node);
+/* A number of one place, which was another one when the attempt began. 0 or -1. */
+int
+oomkit_plain_node_set(oomkit_call *call, Py_ssize_t node, PyObject *value);
 /* After a roll-back: names what could not be put back. 0, or -1 with a warning that is
  * an error. */
 int

@@ -399,4 +399,21 @@ MUTANTS = [
         ("plain/test_alike.py::"
          "test_what_depends_on_the_rows_is_named_and_a_count_beside_it_is_not",),
     ),
+    Mutant(
+        "counts-go-on-in-a-call-that-makes-something",
+        "a number ends as one micro-batch has left it, where nothing could be put back",
+        "csrc/plain/alike.c",
+        "oomkit_plain_node_set(call, node, PyTuple_GET_ITEM(first, 1));",
+        "0;",
+        ("plain/test_alike.py::test_a_count_stays_one_in_a_call_that_makes_something",),
+    ),
+    Mutant(
+        "what-is-made-is-not-verified",
+        "a call that makes something where there was nothing begins again, with a proof",
+        "csrc/plain/alike.c",
+        "               : moved == 3 || copies != Py_None;",
+        "               : copies != Py_None;",
+        ("plain/test_alike.py::"
+         "test_what_a_count_decides_in_a_call_that_makes_something_is_verified",),
+    ),
 ]  # fmt: skip

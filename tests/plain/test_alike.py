@@ -544,6 +544,7 @@ class Later(Trainer):
     def __init__(self) -> None:
         super().__init__()
         self.factor, self.epoch = 1.0, 0
+        self.extra = self.codes = None  # type: torch.Tensor | None
 
     def count_epochs(self, x: torch.Tensor, y: torch.Tensor) -> float:
         self.n += 1
@@ -560,6 +561,46 @@ class Later(Trainer):
         loss.backward()
         self.optimizer.step()
         return loss.item()
+
+    def reset(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        self.n += 1
+        if self.n == 6:
+            self.extra = torch.zeros(3)
+        return self.update(x, y)
+
+    def draw(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        self.n += 1
+        if self.n == 6:
+            self.codes = torch.randn(6, 6, dtype=torch.float64)
+        return self.update(x if self.codes is None else x @ self.codes, y)
+
+
+@pytest.mark.parametrize("name", ["reset", "draw"])
+@pytest.mark.parametrize("failing", FAILING)
+def test_a_count_stays_one_in_a_call_that_makes_something(failing: str, name: str) -> None:
+    whole, split = Later(), Later()
+    torch.manual_seed(SEED)
+    _run(getattr(whole, name), {}, count=7)
+    torch.manual_seed(SEED)
+    _run(oomkit.auto_batch(getattr(split, name)), FAILING[failing], count=7)
+    assert split.n == whole.n
+    assert _close(split.state(), whole.state())
+
+
+def test_what_a_count_decides_in_a_call_that_makes_something_is_verified() -> None:
+    class Weighed(Later):
+        def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return super().loss(x * self.n, y)
+
+        def reset(self, x: torch.Tensor, y: torch.Tensor) -> float:
+            self.n += 1
+            self.extra = {6: torch.zeros(3)}.get(self.n)  # no code path is new
+            return self.update(x, y)
+
+    trainer = Weighed()
+    with pytest.raises(oomkit.SplitError, match="reset exactly: the gradient"):
+        _run(oomkit.auto_batch(trainer.reset), FAILING["forward"], count=7)
+    assert trainer.n == 5  # the five calls before it
 
 
 @pytest.mark.parametrize("name", ["count_epochs", "anneal"])
