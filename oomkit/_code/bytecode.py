@@ -85,36 +85,39 @@ class Reader:
         self.nested = nested
         self.names = dict(self.passed.get(code, {}))  # what locals are other names of
         instructions = list(dis.get_instructions(code))
-        self.rebound = {
-            name
-            for before, i in itertools.pairwise([None, *instructions])
-            if i is not None and i.opname.startswith(("STORE_FAST", "STORE_DEREF"))
-            if not (self.follows_augmented and is_augmented(before))
-            for part, name in _variables(i.opname, i.argval)
-            if part == "STORE"
-        }
+        self.rebound: set[str] = set()  # arguments that are not what was given any more
         self.stack: Stack = []
-        waiting: dict[int, tuple[Stack, dict[str, Symbol]]] = {}  # after a jump
+        waiting: dict[int, tuple[Stack, dict[str, Symbol], set[str]]] = {}  # after a jump
         dead = False
-        for instruction in instructions:
+        for earlier, instruction in itertools.pairwise([None, *instructions]):
+            assert instruction is not None
             if instruction.offset in waiting:
-                stack, names = waiting.pop(instruction.offset)
+                stack, names, rebound = waiting.pop(instruction.offset)
                 self.merge(stack, dead)
-                self.merge_names(names)
+                self.merge_names(names, rebound)
+                self.rebound = rebound if dead else self.rebound & rebound
                 dead = False
             if instruction.positions is not None and instruction.positions.lineno:
                 self.line = instruction.positions.lineno
             before = list(self.stack)
             self.step(instruction)
+            self.rebind(earlier, instruction)
             if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
                 after, self.stack = self.stack, before
                 self.generic(instruction, True)
-                waiting.setdefault(instruction.argval, (self.stack, dict(self.names)))
+                after_it = self.stack, dict(self.names), set(self.rebound)
+                waiting.setdefault(instruction.argval, after_it)
                 self.stack = after
             dead = instruction.opname in _DEAD
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
                 self.read(inner, True)
+
+    def rebind(self, earlier: dis.Instruction | None, i: dis.Instruction) -> None:
+        if i.opname.startswith(("STORE_FAST", "STORE_DEREF")):
+            if not (self.follows_augmented and is_augmented(earlier)):
+                stores = _variables(i.opname, i.argval)
+                self.rebound.update(name for part, name in stores if part == "STORE")
 
     def merge(self, other: Stack, dead: bool) -> None:
         if dead or len(other) != len(self.stack):
@@ -127,7 +130,7 @@ class Reader:
         """What comes out of two branches."""
         return None
 
-    def merge_names(self, other: dict[str, Symbol]) -> None:
+    def merge_names(self, other: dict[str, Symbol], rebound: set[str]) -> None:
         """What locals are other names of where two branches meet: as in the later one."""
 
     def pop(self, count: int = 1) -> Stack:
@@ -176,9 +179,11 @@ class Reader:
             return self.names[name]
         if name in self.free:
             return Symbol(name, "outer", (name,))
-        if name in self.arguments and (self.nested or name not in self.rebound):
-            return Symbol(name, "argument", (name,))
-        return None
+        return self.argument(name, set() if self.nested else self.rebound)
+
+    def argument(self, name: str, rebound: set[str]) -> Symbol | None:
+        given = name in self.arguments and name not in rebound
+        return Symbol(name, "argument", (name,)) if given else None
 
     def fast(self, opname: str, names: Any) -> None:
         for part, name in _variables(opname, names):

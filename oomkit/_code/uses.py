@@ -156,11 +156,12 @@ class _Uses(Reader):
     def either(self, one: Symbol | None, other: Symbol | None) -> Symbol | None:
         return None if one is None or other is None else _one_of([one, other])
 
-    def merge_names(self, other: dict[str, Symbol]) -> None:
-        for name in self.names.keys() & other.keys():
-            if self.names[name] != other[name]:
-                both = _one_of([self.names[name], other[name]])
-                self.names[name] = both or self.names[name]
+    def merge_names(self, other: dict[str, Symbol], rebound: set[str]) -> None:
+        for name in self.names.keys() | other.keys():
+            one = self.names.get(name) or self.argument(name, self.rebound)
+            two = other.get(name) or self.argument(name, rebound)
+            if one is not None and two is not None and one != two:
+                self.names[name] = _one_of([one, two]) or one
 
     def do_load_global(self, instruction: dis.Instruction) -> None:
         super().do_load_global(instruction)

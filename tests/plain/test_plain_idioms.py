@@ -457,6 +457,48 @@ def memory_of_a_tensor(o: Any) -> None:
     o.buffer.numpy()[0] += 1
 
 
+# --- what a function is given, under its name again ---
+
+
+def _prepared(o: Any) -> Any:
+    o.n += 1
+    return o
+
+
+@idiom(Meter, Meter.state)
+def prepared(o: Any) -> None:
+    o = _prepared(o)
+
+
+@idiom(Meter, Meter.state)
+def used_before_its_name_is_another(o: Any) -> None:
+    o.add(1)
+    o = Meter()
+
+
+@idiom(Meter, Meter.state)
+def made_where_it_is_missing(o: Any = None) -> None:
+    if o is None:
+        o = Meter()
+    o.add(1)
+
+
+@idiom(Meter, Meter.state)
+def another_in_one_branch(o: Any) -> None:
+    if o.n > 100:
+        o = Meter()
+    elif o.n >= 0:
+        o.n += 1
+    o.seen.append(o.n)
+
+
+@idiom(Meter, Meter.state)
+def another_in_a_loop(o: Any) -> None:
+    for _ in range(3):
+        o.add(1)
+        o = Meter() if o.n > 100 else o
+
+
 # --- running them ---
 
 
