@@ -1,16 +1,36 @@
 /* The gradients that were there before a proof: each run begins with them, as the step
  * would find them, and they come back with their values. The tensors themselves are
- * held weakly, so that a step that drops them has their memory. */
+ * held weakly, so that a step that drops them has their memory; but for parts of a flat
+ * tensor, which keeps it all, and to which the program may write. */
 #include "proof.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
 #include "../undo/gradients.h"
 
 struct oomkit_proof_gradient {
-    PyObject *ref;   /* owned: weak reference to the tensor, NULL without a gradient */
+    PyObject *ref; /* owned: weak reference to the tensor, NULL without a gradient */
+    PyObject
+        *part; /* owned: the tensor itself where it is a part of another, or NULL */
     PyObject *value; /* owned: host copy */
     uint32_t version;
 };
+
+/* Does it lie in memory that others have, too? 1, 0 or -1. */
+static int
+gradient_is_part(const oomkit_call *call, PyObject *gradient)
+{
+    const oomkit_bridge *bridge = call->st->bridge;
+    OWNED PyObject *base = PyObject_GetAttr(gradient, call->st->str_base);
+    oomkit_storage_facts facts;
+
+    if (base != Py_None) {
+        return base == NULL ? -1 : 1;
+    }
+    return oomkit_has_bridge(call->st) && bridge->storage_facts != NULL &&
+           bridge->storage_facts(gradient, call->st->impl_offset, &facts) ==
+               OOMKIT_OK &&
+           facts.bytes > facts.end - facts.begin;
+}
 
 /* Notes which tensor the gradient is now. 0 or -1. */
 static int
@@ -18,12 +38,14 @@ gradient_note(oomkit_proof *p, Py_ssize_t i, PyObject *gradient)
 {
     oomkit_proof_gradient *item = &p->gradients[i];
     OWNED PyObject *ref = PyWeakref_NewRef(gradient, NULL);
+    const int is_part = ref == NULL ? -1 : gradient_is_part(p->call, gradient);
 
-    if (ref == NULL ||
+    if (is_part < 0 ||
         oomkit_tensor_version(p->call->st, gradient, &item->version) < 0) {
         return -1;
     }
     Py_XSETREF(item->ref, STEAL(ref));
+    Py_XSETREF(item->part, is_part ? Py_NewRef(gradient) : NULL);
     return 0;
 }
 
@@ -150,6 +172,7 @@ oomkit_proof_gradients_free(oomkit_proof *p)
     p->gradients = NULL;
     for (i = 0; gradients != NULL && i < p->gradient_count; i++) {
         Py_XDECREF(gradients[i].ref);
+        Py_XDECREF(gradients[i].part);
         Py_XDECREF(gradients[i].value);
     }
     PyMem_Free(gradients);

@@ -85,3 +85,19 @@ def test_one_that_is_cleared_once_is_exact() -> None:
     assert step.records[0].accumulation_steps > 1
     torch.testing.assert_close(found, losses, rtol=1e-12, atol=0)
     torch.testing.assert_close(program.values(), plain.values(), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_a_proof_leaves_them_in_the_flat_tensor(through_data: bool) -> None:
+    """Nothing else holds them; a tensor in the place of one would never be cleared."""
+    plain, program = (Flat(attach_each=False, clear="always") for _ in range(2))
+    if through_data:
+        for p in program.parameters:
+            p.grad = p.grad.data if p.grad is not None else None
+    step = oomkit.auto_batch(program.step, ladder=())
+    with inject_oom(nth=3), pytest.raises(oomkit.SplitError, match="cannot split"):
+        step(program.x)
+    for _ in range(2):
+        assert torch.equal(step(program.x), plain.step(plain.x))
+    assert all(map(torch.equal, program.values(), plain.values()))
