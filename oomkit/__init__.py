@@ -61,6 +61,7 @@ if _PathFinder.find_spec("oomkit._C", __path__) is None:
 from . import _C, sinks, sizes
 from . import optim as _optim
 from ._code import alike as _alike
+from ._code import iterators as _iterators
 from ._code import module_buffers as _module_buffers
 from ._code import plain_state as _plain_state
 from ._code import side_effects as _side_effects
@@ -178,6 +179,7 @@ _fits = _C._bind(
         "plain_places": _plain_state.places,
         "value_copies": _alike.copies,
         "same_copies": _alike.same,
+        "step_iterates": _iterators.iterates,
         "watch_schedulers": _patches.watch_schedulers,
         "watch_hooks": _patches.watch_hooks,
         "watch_train": _patches.watch_train,

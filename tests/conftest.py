@@ -131,6 +131,17 @@ def _without_proof(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _without_the_whole_batch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of what is refused, and how, say so: else the whole batch would run."""
+    if "refusals" not in request.keywords:
+        yield
+        return
+    oomkit._C._whole_again(False)
+    yield
+    oomkit._C._whole_again(True)
+
+
+@pytest.fixture(autouse=True)
 def _as_if_nothing_was_compiled() -> Iterator[None]:
     """oomkit looks at a process that has compiled something less closely."""
     yield

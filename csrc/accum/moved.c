@@ -326,12 +326,13 @@ moved_micro_ends(oomkit_call *call, PyObject *result)
     if (name == NULL) {
         return -1;
     }
-    return oomkit_refuse_split(
+    oomkit_refuse_split(
         call,
         "%U was changed in micro-batch %lld of %lld by something other than a known "
         "optimizer. Pass the optimizer as optimizer=..., or guard the line with `if "
         "oomkit.current().is_last:`" SEE("parameters-changed"),
         name, (long long)(call->cut->at + 1), (long long)call->cut->count);
+    return oomkit_split_alone(call);
 }
 
 const oomkit_rule oomkit_moved_early_rule = {.attempt_begins = moved_attempt_begins,

@@ -127,6 +127,10 @@ int
 oomkit_refuse(oomkit_call *call, const char *format, ...);
 int
 oomkit_refuse_split(oomkit_call *call, const char *format, ...);
+/* The split alone is what is refused: all that the attempt has changed goes back, and
+ * the whole batch may run. -1 always. */
+int
+oomkit_split_alone(oomkit_call *call);
 
 /* Between two micro-batches: SplitError where CUDA graphs of torch.compile() have run.
  * 0 or -1. */

@@ -167,6 +167,8 @@ typedef struct oomkit_unfit_sizes {
     int64_t rows[OOMKIT_UNFIT]; /* of the micro-batches that it was raised in */
     int count;
     PyObject *said; /* owned: the last of these errors, or NULL */
+    PyObject
+        *refusal; /* owned: the SplitError after which the batch runs whole, or NULL */
 } oomkit_unfit_sizes;
 
 struct oomkit_step;
@@ -352,8 +354,11 @@ typedef struct oomkit_tries {
     int restart;           /* this attempt is given up: OOMKIT_RESTART_* */
     int widened;           /* so it was to have more than one row in the first slice */
     int restarts;          /* done in this call */
-    int may_hold;       /* a backward over the whole batch ran in one: gradients of what
-                           does not go back may hold it */
+    int keeps_made;  /* one has made a module, which stays; what it has done with that
+                        may have gone back: */
+    int groups_went; /* an optimizer had more groups than at entry */
+    int may_hold;    /* a backward over the whole batch ran in one: gradients of what
+                        does not go back may hold it */
     uint64_t requested; /* bytes, of the last failure */
     uint64_t began_ns, lost_ns, started_ns;
 } oomkit_tries;
@@ -394,9 +399,12 @@ typedef struct oomkit_ranked {
 
 /* Why this call must not be retried. */
 typedef struct oomkit_refused {
-    int raised;       /* an interceptor raised on purpose: not to be retried */
-    const char *why;  /* why this call must not be retried, or NULL */
-    PyObject *hooked; /* owned: the hooked parameter it is about, or NULL */
+    int raised;            /* an interceptor raised on purpose: not to be retried */
+    PyObject *split_alone; /* owned: text of the last of them that is of the split
+                              alone: see oomkit_split_alone(); or NULL */
+    int going_whole;       /* such a one is being undone */
+    const char *why;       /* why this call must not be retried, or NULL */
+    PyObject *hooked;      /* owned: the hooked parameter it is about, or NULL */
 } oomkit_refused;
 
 /* optim: schedulers, scalers and the user's own objects, as they were. */

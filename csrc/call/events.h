@@ -121,6 +121,8 @@ typedef struct oomkit_wiring {
      * or NULL) is raised afterwards */
     int (*gradients_are_gone)(oomkit_call *, int result, PyObject **message,
                               PyObject *error);
+    /* before an attempt: has the step been shown to do the same twice? 1, 0 or -1 */
+    int (*step_repeats)(oomkit_call *);
     /* the step that knows about an object; borrowed from the step, or NULL */
     struct oomkit_step *(*step_of_object)(struct oomkit_step *, PyObject *);
     /* a new step. New reference or NULL. */

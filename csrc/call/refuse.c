@@ -25,6 +25,23 @@ oomkit_refuse(oomkit_call *call, const char *format, ...)
 }
 
 int
+oomkit_split_alone(oomkit_call *call)
+{
+    PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
+    PyObject *args; /* borrowed */
+
+    if (exception == NULL) {
+        return -1;
+    }
+    args = ((PyBaseExceptionObject *)exception)->args;
+    if (args != NULL && PyTuple_GET_SIZE(args) > 0) {
+        Py_XSETREF(call->refused.split_alone, Py_NewRef(PyTuple_GET_ITEM(args, 0)));
+    }
+    oomkit_exception_give(exception); /* owned */
+    return -1;
+}
+
+int
 oomkit_refuse_split(oomkit_call *call, const char *format, ...)
 {
     va_list values;

@@ -63,9 +63,11 @@ typedef struct oomkit_step {
     uint64_t surveyed_at;  /* in which call they were taken */
     uint64_t device_bytes; /* free and ours on the device then, or OOMKIT_UNKNOWN */
     double last_factor;    /* the same over the scaler's scale; 0 while unknown */
-    int half;        /* a returned loss was computed with fp16 somewhere on the way */
-    int least_rows;  /* of a micro-batch: with fewer it has raised an error, or 0 */
-    int even_rows;   /* the same with an odd number */
+    int half;       /* a returned loss was computed with fp16 somewhere on the way */
+    int least_rows; /* of a micro-batch: with fewer it has raised an error, or 0 */
+    int even_rows;  /* the same with an odd number */
+    int whole_only; /* a split was refused: whole batches while some rung has room */
+    int whole_only_said;
     int single_loss; /* a returned loss of several rows had one element in dimensions:
                         2, had not: 1, 0 while unknown */
     const PyTypeObject *plain_node; /* borrowed, compared only: type of a node that made

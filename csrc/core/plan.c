@@ -488,7 +488,7 @@ oomkit_plan_reason_name(oomkit_plan_reason reason)
 {
     static const char *const names[] = {"whole",   "asked",     "remembered", "oom",
                                         "flushed", "exhausted", "predicted",  "grown",
-                                        "climbed", "error"};
+                                        "climbed", "error",     "refused"};
     const size_t count = sizeof(names) / sizeof(names[0]);
     return (size_t)reason < count ? names[reason] : "unknown";
 }

@@ -34,7 +34,8 @@ typedef enum oomkit_plan_reason {
     OOMKIT_REASON_PREDICTED,  /* measured peaks say what fits */
     OOMKIT_REASON_GROWN,      /* the same, and it is more than the last call had */
     OOMKIT_REASON_CLIMBED,    /* the smallest did not fit: the next rung */
-    OOMKIT_REASON_ERROR       /* the step itself raised an error for the size before */
+    OOMKIT_REASON_ERROR,      /* the step itself raised an error for the size before */
+    OOMKIT_REASON_REFUSED     /* the whole batch again: it cannot be split exactly */
 } oomkit_plan_reason;
 
 /* What a decision depends on beside what is known. */
@@ -91,7 +92,7 @@ oomkit_plan_slice(const oomkit_plan *plan, int64_t index, int64_t *start,
                   int64_t *length);
 
 /* "whole", "asked", "remembered", "oom", "flushed", "exhausted", "predicted", "grown",
- * "climbed", "error". */
+ * "climbed", "error", "refused". */
 const char *
 oomkit_plan_reason_name(oomkit_plan_reason reason);
 

@@ -16,12 +16,13 @@
 static int
 returned_differs(oomkit_call *call)
 {
-    return oomkit_refuse_split(
+    oomkit_refuse_split(
         call,
         "its micro-batches return different kinds of results (a loss that needs "
         "backward() in one, none or one of another shape in micro-batch %lld of "
         "%lld)" SEE("micro-batches-differ"),
         (long long)(call->cut->at + 1), (long long)call->cut->count);
+    return oomkit_split_alone(call);
 }
 
 static int

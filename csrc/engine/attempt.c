@@ -41,7 +41,7 @@ attempt_of_whole(oomkit_call *call, PyObject *result)
         (long long)call->cut->count, place, (long long)call->batch.rows,
         (long long)call->cut->slices[0].length);
     Py_DECREF(place);
-    return -1;
+    return oomkit_split_alone(call);
 }
 
 /* What must hold at the end of a micro-batch. 0 or -1. */
@@ -225,6 +225,7 @@ oomkit_attempt_join(oomkit_call *call)
     result = oomkit_join_finish(call->st, call->options, join);
     if (result == NULL && PyErr_ExceptionMatches(call->st->SplitError)) {
         call->refused.raised = 1; /* no size of micro-batch would change that */
+        (void)oomkit_split_alone(call);
     }
     call->tries.joining &= result == NULL;
     return result;

@@ -129,6 +129,7 @@ oomkit_call_free(oomkit_call *call)
         PyMem_Free(call->cut->slices);
         PyMem_Free(call->cut->weights);
         Py_CLEAR(call->cut->unfit.said);
+        Py_CLEAR(call->cut->unfit.refusal);
     }
     oomkit_batch_release(&call->batch);
     for (i = 0; i < call->tries.count; i++) {

@@ -217,6 +217,14 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
                                             "applied: it stands, do not repeat it" SEE(
                                                 "update-applied")));
     }
+    if (result == 0 && call->cut->unfit.refusal != NULL && !call->split) {
+        result = pass_add_note(
+            exception,
+            PyUnicode_FromFormat(
+                "oomkit: raised with the whole batch, which ran once "
+                "more because its split was refused (%S)" SEE("whole-batches"),
+                call->cut->unfit.refusal));
+    }
     if (call->cut->slices == NULL) {
         return result;
     }

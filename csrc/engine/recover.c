@@ -318,6 +318,11 @@ recover_go_on(oomkit_call *call)
     oomkit_plain_keep(call, keep);
     result = oomkit_recover_roll_back(call);
     oomkit_grads_allow_owing(call, 0);
+    if (result == 0 && call->tries.keeps_made && call->tries.groups_went) {
+        return recover_remains(call, "it has made a module and a group of an optimizer "
+                                     "for it, and the group alone went back: make both "
+                                     "before the first call of the step");
+    }
     if (result == 0) {
         result = oomkit_join_truncate(&call->cut->join,
                                       keep ? (Py_ssize_t)call->cut->at : 0);
@@ -355,7 +360,9 @@ recover_from_failure(oomkit_call *call)
             oomkit_modes_entry_back(call) < 0) {
             oomkit_error_unraised(call->given.func); /* the update tells more */
         }
-        return oomkit_unfit(call, exception);
+        return oomkit_split_is_refused(call, exception)
+                   ? oomkit_split_refused(call, exception, 1)
+                   : oomkit_unfit(call, exception);
     }
     if (oomkit_device_is_lost(st, oomkit_engine_device_of_failure(call))) {
         class_ = OOMKIT_CLASS_STICKY;

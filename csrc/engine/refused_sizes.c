@@ -141,7 +141,8 @@ unfit_sizes(const oomkit_call *call)
 PyObject *
 oomkit_unfit_explain(const oomkit_call *call, PyObject *reason)
 {
-    if (reason == NULL || oomkit_unfit_least(call) <= call->options->min_micro_batch) {
+    if (reason == NULL || call->step->whole_only ||
+        oomkit_unfit_least(call) <= call->options->min_micro_batch) {
         return reason;
     }
     if (call->cut->unfit.said == NULL) {
@@ -155,8 +156,8 @@ oomkit_unfit_explain(const oomkit_call *call, PyObject *reason)
     return reason;
 }
 
-/* SplitError with `exception` (stolen) as its cause, frames of which are empty. -1
- * always. */
+/* SplitError with `exception` (stolen) as its cause, frames of which are empty: it is
+ * raised, or the whole batch runs again. 0 or -1. */
 static int
 unfit_raise(oomkit_call *call, PyObject *exception)
 {
@@ -185,6 +186,12 @@ unfit_raise(oomkit_call *call, PyObject *exception)
     error = oomkit_exception_take();
     oomkit_pass_tensors(call, error);
     PyException_SetCause(error, exception);
+    oomkit_exception_give(error);
+    (void)oomkit_split_alone(call);
+    error = oomkit_exception_take();
+    if (oomkit_split_is_refused(call, error)) {
+        return oomkit_split_refused(call, error, 0);
+    }
     oomkit_exception_give(error);
     return -1;
 }
@@ -253,9 +260,8 @@ unfit_go_on(oomkit_call *call)
     return oomkit_savepoint_take(call);
 }
 
-/* Rolls back. 0; -1 with `exception` (stolen) in flight, and what is not back said. */
-static int
-unfit_undo(oomkit_call *call, PyObject *exception)
+int
+oomkit_unfit_undo(oomkit_call *call, PyObject *exception)
 {
     OWNED PyObject *message = NULL;
 
@@ -284,7 +290,7 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     if (is_splits <= 0) {
         return oomkit_recover_pass(call, exception);
     }
-    if (unfit_undo(call, exception) < 0) {
+    if (oomkit_unfit_undo(call, exception) < 0) {
         return -1;
     }
     call->cut->unfit.rows[call->cut->unfit.count++] = rows;

@@ -12,6 +12,22 @@
 int
 oomkit_unfit(oomkit_call *call, PyObject *exception);
 
+/* Is it the split alone that this error (borrowed) refuses? */
+int
+oomkit_split_is_refused(const oomkit_call *call, const PyObject *exception);
+/* The refusal (stolen, not in flight) is followed by the whole batch once more, if all
+ * is back, as far as can be told; `runs`: rows of a micro-batch may be run to see. 0
+ * that attempt is planned; -1 with the exception to raise. Runs Python code. */
+int
+oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs);
+/* No rung has room for that: the refusal is in flight, with a note that says what is
+ * left of the step (`state`). 1, or 0 where there was none. */
+int
+oomkit_split_refusal_stands(oomkit_call *call, const char *state);
+/* Rolls back. 0; -1 with `exception` (stolen) in flight, and what is not back said. */
+int
+oomkit_unfit_undo(oomkit_call *call, PyObject *exception);
+
 /* The call has worked: what it had to keep to, later plans of the site keep to. */
 void
 oomkit_unfit_learn(oomkit_call *call);

@@ -46,12 +46,27 @@ no_room_text(oomkit_call *call, int64_t least)
         oomkit_state_as_before(call));
 }
 
+/* What the caller is told of the state that is left. */
+static const char *
+state_left(const oomkit_call *call)
+{
+    return oomkit_grads_any_aside(call)
+               ? "some gradients from before the step contain a part of this batch: "
+                 "call zero_grad() before you continue, and pass "
+                 "gradient_safety=\"copy\" to auto_batch"
+               : oomkit_state_as_before(call);
+}
+
 int
 oomkit_replan_exhausted(oomkit_call *call)
 {
     const int64_t least = oomkit_replan_smallest(call);
     PyObject *reason; /* owned */
 
+    if (oomkit_split_refusal_stands(call, state_left(call))) {
+        oomkit_grads_aside_said(call, 1);
+        return -1;
+    }
     if (call->batch.rows < call->options->min_micro_batch) {
         reason = PyUnicode_FromFormat(
             "%U ran out of memory and its batch of %lld rows is smaller than "
@@ -73,12 +88,7 @@ oomkit_replan_exhausted(oomkit_call *call)
             "%U ran out of memory with a micro-batch of %lld of %lld rows, the "
             "smallest allowed; %s" SEE("out-of-memory"),
             call->options->label, (long long)(least > 0 ? least : call->batch.rows),
-            (long long)call->batch.rows,
-            oomkit_grads_any_aside(call)
-                ? "some gradients from before the step contain a part of this batch: "
-                  "call zero_grad() before you continue, and pass "
-                  "gradient_safety=\"copy\" to auto_batch"
-                : oomkit_state_as_before(call));
+            (long long)call->batch.rows, state_left(call));
     }
     reason = oomkit_unfit_explain(call, reason);
     if (reason != NULL) {
@@ -319,7 +329,7 @@ replan_climb(oomkit_call *call, oomkit_keep keep)
     if (climbed < 0) {
         return climbed == -2 ? 1 : -1;
     }
-    least = least > 0 ? least : rows;
+    least = least <= 0 || oomkit_unfit_least(call) >= rows ? rows : least;
     call->cut->plan = (oomkit_plan){.batch = rows,
                                     .accumulation = (rows + least - 1) / least,
                                     .multiple_of = oomkit_unfit_multiple(call),
@@ -346,6 +356,11 @@ oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     }
     if (status > 0) {
         status = replan_climb(call, keep);
+    }
+    if (status > 0 && call->step->whole_only && call->cut->unfit.refusal == NULL) {
+        call->step->whole_only =
+            0; /* refused in an earlier call: perhaps not in this */
+        status = replan_next(call, keep, failed_rows, failed_count);
     }
     if (status > 0 && failed_in_update(call)) { /* no size was too large */
         oomkit_signature_forget(call);

@@ -60,6 +60,7 @@ static oomkit_wiring wiring = {.when_whole = when_whole,
                                .part_runs_backward = oomkit_chunks_backward_begins,
                                .part_call = oomkit_chunks_call,
                                .gradients_are_gone = oomkit_earlier_make,
+                               .step_repeats = oomkit_proof_repeats,
                                .step_of_object = oomkit_step_of_instance,
                                .make_step = oomkit_step_make};
 

@@ -391,6 +391,15 @@ groups_restore(const oomkit_state *st, PyObject *optimizer, PyObject *entry)
 }
 
 int
+oomkit_groups_grew(const oomkit_state *st, PyObject *object, PyObject *entry)
+{
+    return PyObject_TypeCheck(object, (PyTypeObject *)st->Optimizer) &&
+           PyList_Check(PyTuple_GET_ITEM(entry, AT_ENTRY_LIST)) &&
+           PyList_GET_SIZE(PyTuple_GET_ITEM(entry, AT_ENTRY_LIST)) >
+               PyTuple_GET_SIZE(PyTuple_GET_ITEM(entry, AT_ENTRY_GROUPS));
+}
+
+int
 oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *entry)
 {
     PyObject *groups = PyTuple_GET_ITEM(entry, AT_ENTRY_GROUPS); /* borrowed, as all */

@@ -1,6 +1,7 @@
 /* Learning rates and other plain values of optimizers, and where schedulers are: the
  * same for every micro-batch of a split call. */
 #include "optim.h"
+#include "../call/call.h"
 #include "../py/tensor.h"
 
 /* Are two values of a group equal? What cannot be compared counts as changed. */
@@ -107,7 +108,7 @@ refuse_moved(oomkit_call *call, PyObject *optimizer, PyObject *name)
         "`if oomkit.current().is_last:`" SEE("step-arguments"),
         name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut->at + 1),
         (long long)call->cut->count);
-    return -1;
+    return oomkit_split_alone(call);
 }
 
 /* At the end of a micro-batch: an optimizer that it did not step (the caller does) has

@@ -53,6 +53,9 @@ oomkit_hyperparams_again(oomkit_state *st, PyObject *optimizer, PyObject *entry)
  * had. Can be done again. 0 or -1. */
 int
 oomkit_hyperparams_restore(oomkit_state *st, PyObject *optimizer, PyObject *entry);
+/* Of an optimizer (any other object has none): are there more groups now? 1 or 0. */
+int
+oomkit_groups_grew(const oomkit_state *st, PyObject *object, PyObject *entry);
 
 /* --- hyperparams.c --- */
 int

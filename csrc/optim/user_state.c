@@ -289,6 +289,8 @@ oomkit_owners_restore(oomkit_call *call)
         }
     }
     EACH_MEMO (mark, call->entry.owners.user) {
+        call->tries.groups_went |=
+            oomkit_groups_grew(call->st, mark.object, mark.saved);
         if (owner_restore(call->st, mark.object, mark.saved) < 0) {
             return -1;
         }

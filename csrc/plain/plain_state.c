@@ -162,7 +162,11 @@ restore_binding(oomkit_call *call, const oomkit_plain_mark *mark)
     if (oomkit_at_read(&mark->at, &now) < 0) {
         return -1;
     }
-    if (oomkit_held_same(&mark->old, now) || is_made(call, mark, now)) {
+    if (oomkit_held_same(&mark->old, now)) {
+        return 0;
+    }
+    if (is_made(call, mark, now)) {
+        call->tries.keeps_made = 1;
         return 0;
     }
     old = oomkit_held_give(call->st, &mark->old);

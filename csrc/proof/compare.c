@@ -181,9 +181,9 @@ compare_otherwise(oomkit_proof *p, int kept)
     return whole_by_chance(p) < 0 ? -1 : 1;
 }
 
-/* As oomkit_proof_compare(). */
-static int
-compare_cut(oomkit_proof *p, const oomkit_slice *cut, int64_t count, PyObject **text)
+int
+oomkit_proof_compare_with(oomkit_proof *p, const oomkit_slice *cut, int64_t count,
+                          PyObject **text)
 {
     int moved, kept, again;
 
@@ -220,7 +220,7 @@ oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text)
 {
     oomkit_slice cut[2] = {{p->start, first}, {p->start + first, p->length - first}};
 
-    return compare_cut(p, cut, 2, text);
+    return oomkit_proof_compare_with(p, cut, 2, text);
 }
 
 int
@@ -259,12 +259,6 @@ int
 oomkit_proof_covers(const oomkit_proof *p)
 {
     return p->start == 0 && p->length == p->call->batch.rows;
-}
-
-int
-oomkit_proof_compare_own(oomkit_proof *p, PyObject **text)
-{
-    return compare_cut(p, p->cut.slices, p->cut.count, text);
 }
 
 int

@@ -34,6 +34,17 @@ oomkit_proof_judge(oomkit_proof *p)
     return p->around == NULL ? -1 : 0;
 }
 
+void
+oomkit_proof_clear(oomkit_proof *p)
+{
+    Py_CLEAR(p->rule);
+    Py_CLEAR(p->rules);
+    Py_CLEAR(p->raised);
+    Py_CLEAR(p->draws);
+    Py_CLEAR(p->around);
+    Py_CLEAR(p->judge);
+}
+
 int
 oomkit_proof_figures(oomkit_proof *p)
 {
@@ -71,6 +82,7 @@ oomkit_proof_ambiguous(oomkit_call *call)
         exception = oomkit_exception_take();
     }
     oomkit_refuse(call, "%U", call->batch.ambiguous);
+    (void)oomkit_split_alone(call);
     refusal = oomkit_exception_take();
     if (PyErr_GivenExceptionMatches(refusal, call->st->SplitError)) {
         PyException_SetCause(refusal, exception); /* stolen */

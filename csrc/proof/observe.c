@@ -426,10 +426,11 @@ path_differs_again(oomkit_call *call)
                 "micro-batches-differ"),
             call->options->label);
     }
-    return oomkit_refuse_split(
+    oomkit_refuse_split(
         call, "it runs other code each time that it is started again, so its split "
               "cannot be verified. Make the decision outside the step" SEE(
                   "micro-batches-differ"));
+    return oomkit_split_alone(call);
 }
 
 /* The first micro-batch has changed a place that no proof has seen changed (a count of
@@ -531,11 +532,28 @@ prove_switch(PyObject *module, PyObject *on)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+refusals_switch(PyObject *module, PyObject *on)
+{
+    oomkit_state *st = oomkit_state_of_module(module);
+    const int truth = PyObject_IsTrue(on);
+
+    if (truth < 0) {
+        return NULL;
+    }
+    st->refusals_end = !truth;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef oomkit_proof_methods[] = {
     {"_prove", prove_switch, METH_O,
      "_prove(on, /)\n--\n\nWhether splits are proven; for tests that count the runs of "
      "a "
      "step."},
+    {"_whole_again", refusals_switch, METH_O,
+     "_whole_again(on, /)\n--\n\nWhether a refused split is followed by the whole "
+     "batch; for "
+     "tests of refusals."},
     {"flow_hook", oomkit_proof_flow_hook, METH_VARARGS,
      "flow_hook(came, place, /)\n--\n\nA prehook of a node of a graph that notes in "
      "came[place] whether a gradient comes that is not all 0."},

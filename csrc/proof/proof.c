@@ -44,6 +44,7 @@ proof_refuse(oomkit_proof *p, PyObject *text, PyObject *rules)
         oomkit_refuse(
             call, "auto_batch cannot split %U exactly: %U; %U" SEE("split-not-exact"),
             call->options->label, text, advice);
+        result = oomkit_split_alone(call);
     }
     Py_XDECREF(text);
     return result;
@@ -66,7 +67,7 @@ proof_parts(oomkit_proof *p, PyObject **text)
     if (oomkit_proof_covers(p) && p->cut.count > 2) {
         Py_DECREF(exception);
         p->own = 1;
-        return oomkit_proof_compare_own(p, text);
+        return oomkit_proof_compare_with(p, p->cut.slices, p->cut.count, text);
     }
     if (!oomkit_proof_rows_even(p) || p->first == first) {
         p->first = first;
@@ -823,12 +824,7 @@ prove(oomkit_call *call)
         PyErr_GivenExceptionMatches(exception, call->st->SplitError)) {
         oomkit_proven_forget(call);
     }
-    Py_CLEAR(p.rule);
-    Py_CLEAR(p.rules);
-    Py_CLEAR(p.raised);
-    Py_CLEAR(p.draws);
-    Py_CLEAR(p.around);
-    Py_CLEAR(p.judge);
+    oomkit_proof_clear(&p);
     oomkit_phase_set(call->st, phase);
     if (exception != NULL) {
         oomkit_exception_give(exception);

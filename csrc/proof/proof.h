@@ -85,6 +85,10 @@ extern const oomkit_rule oomkit_proof_of_split_rule;
  * as it was at the begin of the attempt. */
 int
 oomkit_prove(oomkit_call *call);
+/* Before an attempt of a call whose split was refused: has the step been shown to do
+ * the same twice, with the rows of a micro-batch? 1, 0 or -1. */
+int
+oomkit_proof_repeats(oomkit_call *call);
 
 /* A line of the log. Steals nothing; `text` may be NULL with an exception. 0 or -1. */
 int
@@ -199,12 +203,13 @@ oomkit_proof_whole_again(oomkit_proof *p);
 int
 oomkit_proof_compare(oomkit_proof *p, int64_t first, PyObject **text);
 
-/* The same with the call's own micro-batches as parts; only where the whole batch ran.
+/* The same with these parts: the call's own micro-batches, where the whole batch ran.
  */
 int
-oomkit_proof_covers(const oomkit_proof *p);
+oomkit_proof_compare_with(oomkit_proof *p, const oomkit_slice *cut, int64_t count,
+                          PyObject **text);
 int
-oomkit_proof_compare_own(oomkit_proof *p, PyObject **text);
+oomkit_proof_covers(const oomkit_proof *p);
 
 /* Have parts got all numbers of the whole, where they were to? `drawn`: they drew
  * others. 1, 0 or -1. */
@@ -240,6 +245,9 @@ oomkit_proof_own_error(const oomkit_call *call);
 /* Who judges. */
 int
 oomkit_proof_judge(oomkit_proof *p);
+/* Lets go of what a proof has. */
+void
+oomkit_proof_clear(oomkit_proof *p);
 /* What was shown of numbers in the results stays with the site. */
 int
 oomkit_proof_figures(oomkit_proof *p);

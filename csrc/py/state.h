@@ -328,6 +328,7 @@
     X(plain_places)  /* oomkit._code.plain_state: where a step stores */               \
     X(value_copies)  /* oomkit._code.alike: what lies in a place */                    \
     X(same_copies)   /* the same: is that equal? */                                    \
+    X(step_iterates) /* oomkit._code.iterators: does a step take from an iterator? */  \
     X(close_match)   /* oomkit._engine.callables: "; did you mean ...?" */             \
     X(argument_problem) /* oomkit._engine.callables: a name of no parameter */         \
     X(weight_problem)   /* oomkit._engine.callables: why weight= cannot be called */   \
@@ -431,6 +432,7 @@ typedef struct oomkit_state {
     struct oomkit_phase_meter *meters; /* borrowed: those that are open */
     int seen_oom;                      /* some step has run out of memory */
     int keeps_nothing;                 /* sizes go with their step: for tests */
+    int refusals_end;                  /* no whole batch behind them: for tests */
     int proves_nothing;                /* as with verify=False everywhere: for tests */
     int bound;                         /* state_bind has succeeded */
     uint64_t flags_dropped;            /* reports that mode_log holds no more */

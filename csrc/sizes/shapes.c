@@ -403,6 +403,8 @@ oomkit_unfit_least(const oomkit_call *call)
     int64_t least = call->options->min_micro_batch;
 
     least = call->step->least_rows > least ? call->step->least_rows : least;
+    least =
+        call->step->whole_only && call->batch.rows > least ? call->batch.rows : least;
     return call->sizes.least > least ? call->sizes.least : least;
 }
 

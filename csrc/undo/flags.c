@@ -232,6 +232,7 @@ oomkit_flags_clear(oomkit_flags *now)
     Py_CLEAR(now->training);
     PyMem_Free(now->requires_grad);
     now->requires_grad = NULL;
+    now->count = 0;
 }
 
 /* --- what is switched once --- */

@@ -327,6 +327,7 @@ oomkit_savepoint_end(oomkit_call *call)
         oomkit_undone_buffers_free(call);
     }
     Py_CLEAR(call->refused.hooked);
+    Py_CLEAR(call->refused.split_alone);
 }
 
 void

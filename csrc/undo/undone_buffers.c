@@ -92,7 +92,8 @@ undone_note_module(oomkit_call *call, PyObject *module, Py_ssize_t first,
 }
 
 /* Not of an attempt that has come to its update, behind which a step may move what it
- * likes; nor of a run of a proof, which goes on to the end of the step. */
+ * likes; nor of a run of a proof, or a split that is refused, which go on to the end of
+ * the step. */
 int
 oomkit_undone_buffers_note(oomkit_call *call)
 {
@@ -100,7 +101,8 @@ oomkit_undone_buffers_note(oomkit_call *call)
     const oomkit_participants *parts = call->parts;
     Py_ssize_t i, end = 0;
 
-    if (!b->taken || call->proof != NULL || oomkit_update_begun(call)) {
+    if (!b->taken || call->proof != NULL || call->refused.going_whole ||
+        oomkit_update_begun(call)) {
         return 0;
     }
     for (i = 0; i < parts->buffered_count; i++) {

@@ -621,10 +621,10 @@ def _places(
     function, bound, named = unwrap(func, args, kwargs)
     if not isinstance(function, types.FunctionType):
         return None
-    given = _given(function, bound, named, args, kwargs)
+    given = given_to(function, bound, named, args, kwargs)
     found = Places()
     for inner in wrapped(function):
-        found.visit(inner, _given(inner, bound, named, args, kwargs))
+        found.visit(inner, given_to(inner, bound, named, args, kwargs))
     found.run()
     unseen = Frame(function, {})
     for module in filter(None, (ref() for ref in modules)):
@@ -645,7 +645,7 @@ def _is_bare(module: torch.nn.Module) -> bool:
     return is_torchs and not any(map(own.get, kinds))
 
 
-def _given(
+def given_to(
     function: types.FunctionType,
     bound: tuple[Any, ...],
     named: dict[str, Any],

@@ -37,6 +37,7 @@ def _untouched(model: MLP, before: list[torch.Tensor]) -> bool:
     )
 
 
+@pytest.mark.refusals
 def test_step_every_second_call() -> None:
     model, optimizer, x, y = _world()
     before = [p.detach().clone() for p in model.parameters()]

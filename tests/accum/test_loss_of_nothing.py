@@ -68,6 +68,7 @@ def test_empty_slices_are_refused_before_the_update(slices: list[int], earlier: 
     assert same(loop.state(), before)
 
 
+@pytest.mark.refusals
 def test_after_an_error_too() -> None:
     loop = Loop(lambda x: range(0, 16, 4))
     before, batch = loop.state(), data()

@@ -112,6 +112,7 @@ CHANGES: dict[str, tuple[Callable[[Net, Net], None], str]] = {
 @pytest.mark.parametrize("oom", [False, True], ids=["asked", "oom"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.refusals
 def test_a_change_is_refused_by_name_and_taken_back(name: str, when: str, oom: bool) -> None:
     change, match = CHANGES[name]
     torch.manual_seed(1)
@@ -295,6 +296,7 @@ def test_other_errors_of_a_whole_batch_leave_things_as_the_plain_step_does(error
     assert not getattr(caught.value, "__notes__", [])
 
 
+@pytest.mark.refusals
 def test_a_buffer_that_torch_told_nobody_of_is_seen_to_move() -> None:
     """Put beside the hook that registration has, into a module that had none before."""
     model = nn.Linear(4, 3)

@@ -126,6 +126,7 @@ REFUSED: dict[str, tuple[Callable[[World, torch.Tensor], None], bool]] = {
 
 @pytest.mark.parametrize("oom", [False, True], ids=["asked", "oom"])
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.refusals
 def test_micro_batches_that_decide_differently_are_refused(name: str, oom: bool) -> None:
     act, with_nan = REFUSED[name]
     w = World()
@@ -190,6 +191,7 @@ def test_decisions_that_agree_are_the_whole_batchs(act: Any, nan: bool, oom: boo
 
 
 @pytest.mark.parametrize("oom", [False, True], ids=["asked", "oom"])
+@pytest.mark.refusals
 def test_a_norm_that_decides_is_refused_where_it_differs(oom: bool) -> None:
     """Parked gradients have a norm of 0: `norm < limit` holds until the last micro-batch."""
     w = World()

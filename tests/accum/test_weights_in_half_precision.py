@@ -118,6 +118,7 @@ def test_a_loss_that_is_returned_as_a_number_is_as_coarse(loss: Loss, kind: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.refusals
 def test_weights_that_are_not_found_are_no_proof(kind: str) -> None:
     for seed in sampled(range(4), 2):
         with pytest.raises(oomkit.SplitError, match=r"the first part weighs 0\.\d+ of the whole"):
@@ -166,6 +167,7 @@ def _twice(one: Splits) -> Callable[[torch.Tensor, torch.Tensor], None]:
 
 @pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
 @pytest.mark.parametrize("make", [_clipped, _scaled, _twice])
+@pytest.mark.refusals
 def test_gradients_are_projected_as_backwards_leave_them(make: Any, kind: str) -> None:
     """However small the step makes them then."""
     for seed in sampled(range(4), 2):

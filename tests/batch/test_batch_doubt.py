@@ -31,6 +31,7 @@ def test_samples_that_are_lists_of_two_things(count: int, kind: type) -> None:
 
 @pytest.mark.parametrize("verify", [None, True])
 @pytest.mark.parametrize("kind", ["columns", "pairs", "unpacked"])
+@pytest.mark.refusals
 def test_what_does_not_prove_to_be_samples_is_refused_as_before(kind: str, verify: bool) -> None:
     weight = torch.full((3,), 0.5, requires_grad=True)
     batch = [(torch.rand(4, 3), torch.rand(4, 2)) for _ in range(4)]

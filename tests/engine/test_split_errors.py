@@ -145,6 +145,7 @@ def test_what_no_size_helps_is_a_split_error(earlier: bool) -> None:
     assert same(run.state(), before) and torch.equal(torch.get_rng_state(), stream)
 
 
+@pytest.mark.refusals
 def test_tries_are_few_and_say_what_was_tried() -> None:
     run = Run(12)
     run.check = lambda x: many(x[:1])

@@ -56,18 +56,20 @@ def test_ten_thousand_recovered_ooms_leave_nothing() -> None:
             assert armed.fired == 1
 
     ooms(40)
+    alive: list[int] = []  # numbers alone, which are no objects to the collector
+    objects: list[int] = []
     gc.collect()
     gc.disable()
     try:
-        bytes0, objects0 = _alive(), len(gc.get_objects())
-        ooms(5_000 if WHOLE else 30)
-        bytes1, objects1 = _alive(), len(gc.get_objects())
-        ooms(5_000 if WHOLE else 30)
-        bytes2, objects2 = _alive(), len(gc.get_objects())
+        # What is made once in a process (a cache that is filled) is not made by each block.
+        while len(objects) < 3 or (len(objects) < 6 and objects[-1] != objects[-2]):
+            alive.append(_alive())
+            objects.append(len(gc.get_objects()))
+            ooms(5_000 if WHOLE else 30)
     finally:
         gc.enable()
-    assert bytes0 == bytes1 == bytes2
-    assert objects0 == objects1 == objects2
+    assert objects[-1] == objects[-2], objects
+    assert len({*alive}) == 1, alive
 
 
 @pytest.mark.parametrize("kind", ["conv", "attention"])

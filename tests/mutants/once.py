@@ -416,4 +416,63 @@ MUTANTS = [
         ("plain/test_alike.py::"
          "test_what_a_count_decides_in_a_call_that_makes_something_is_verified",),
     ),
+    Mutant(
+        "a-step-that-does-not-repeat-runs-whole",
+        "behind a refused split the whole batch runs where the step does the same twice",
+        "csrc/engine/refused_splits.c",
+        "           : runs     ? call->st->wiring->step_repeats(call)",
+        "           : runs     ? 1",
+        ("engine/test_whole_again.py::test_a_step_that_does_not_repeat_is_refused",),
+    ),
+    Mutant(
+        "any-refusal-is-of-the-split-alone",
+        "the whole batch runs where all that the refused attempt has changed goes back",
+        "csrc/engine/refused_splits.c",
+        "    if (!call->refused.raised || call->refused.split_alone == NULL ||\n"
+        "        !may_be_whole(call, exception)) {\n        return 0;\n    }\n",
+        "    if (call->refused.raised) {\n        return may_be_whole(call, exception);\n    }\n",
+        ("accum/test_strangers_nested.py::"
+         "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
+    ),
+    Mutant(
+        "asked-splits-run-whole",
+        "a split that was asked for is refused where it is not exact",
+        "csrc/engine/refused_splits.c",
+        "call->options->accumulation_steps <= 1",
+        "call->options->accumulation_steps <= 99",
+        ("engine/test_whole_again.py::test_a_split_that_was_asked_for_is_refused",),
+    ),
+    Mutant(
+        "whole-for-ever",
+        "where no rung has room for the whole batch a later call is split again",
+        "csrc/engine/replan.c",
+        "    if (status > 0 && call->step->whole_only &&",
+        "    if (status > 9 && call->step->whole_only &&",
+        ("engine/test_whole_again.py::"
+         "test_a_refusal_of_one_call_is_none_of_a_later_one_that_fits_split_alone",),
+    ),
+    Mutant(
+        "buffers-of-a-refused-split-are-missed",
+        "what the end of a step moves is moved by the whole batch behind its update",
+        "csrc/undo/undone_buffers.c",
+        "call->proof != NULL || call->refused.going_whole ||",
+        "call->proof != NULL ||",
+        ("engine/test_whole_again.py::test_an_average_of_the_weights_with_buffers",),
+    ),
+    Mutant(
+        "flat-gradients-become-tensors-of-their-own",
+        "a proof leaves gradients that are parts of a flat tensor there",
+        "csrc/proof/entry_gradients.c",
+        "is_part ? Py_NewRef(gradient) : NULL",
+        "NULL",
+        ("undo/test_flat_gradients.py::test_a_proof_leaves_them_in_the_flat_tensor",),
+    ),
+    Mutant(
+        "rebound-arguments-lost",
+        "an argument whose name is stored to in one branch is still what was given behind it",
+        "oomkit/_code/uses.py",
+        "            two = other.get(name) or self.argument(name, rebound)",
+        "            two = other.get(name)",
+        ("plain/test_plain_idioms.py::test_a_failed_attempt_leaves_nothing",),
+    ),
 ]  # fmt: skip

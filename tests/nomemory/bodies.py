@@ -204,6 +204,35 @@ def _whole(oomkit: Any, torch: Any) -> Callable[[], Any]:
     return use
 
 
+def _contrasting(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    """A step whose split is refused, and whose whole batch runs again."""
+    from oomkit.testing import inject_oom
+
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.25)
+    x = torch.arange(24.0).reshape(8, 3) / 24
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.n, self.model = 0, copy.deepcopy(model)
+
+        def step(self, x: Any) -> None:
+            self.n += 1
+            self.model.zero_grad()
+            z = self.model(x)
+            (z @ z.t()).pow(2).mean().backward()
+
+    def use() -> Any:
+        trainer = Trainer()
+        with inject_oom(nth=2, phase="backward"):
+            oomkit.auto_batch(trainer.step)(x)
+        return [trainer.n, *(p.grad.tolist() for p in trainer.model.parameters())]
+
+    return use
+
+
 def _averaging(oomkit: Any, torch: Any) -> Callable[[], Any]:
     """A split step with a count, and averages of the weights in tensors and in a module."""
     from oomkit.testing import inject_oom
@@ -274,13 +303,21 @@ PLAIN = {
     "reporting": _reporting,
     "a healthy call": _whole,
     "averaging": _averaging,
+    "contrasting": _contrasting,
     "loops": _looping,
     "sizes in a checkpoint": checkpoint,
     "trials": trials,
     "searching": searching,
 }
 
-RARER = {"guarding": 3, "a healthy call": 3, "averaging": 3, "loops": 2, "trials": 3}
+RARER = {
+    "guarding": 3,
+    "a healthy call": 3,
+    "averaging": 3,
+    "contrasting": 3,
+    "loops": 2,
+    "trials": 3,
+}
 """Of those that import something: each time that CPython hangs there costs FAULTY.cpu."""
 
 BODIES: list[Body] = [

@@ -171,6 +171,7 @@ CHANGES: dict[str, Callable[[Optimizer, nn.Sequential], Any]] = {
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.refusals
 def test_a_refused_step_leaves_the_groups_as_they_were(change: str, phase: str) -> None:
     world = World("adamw, two groups")
     model, opt = world.model, world.opt
@@ -288,3 +289,33 @@ def test_a_list_of_a_group_that_was_changed_between_calls_is_not_put_back() -> N
         with inject_oom(nth=1, phase=phase):
             step(*world.batches[2])
     assert group["rates"] == [3, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_group_of_a_module_that_the_step_has_made_is_told_of(phase: str) -> None:
+    """The module stays, so that the retry would not add the group again."""
+
+    class Trainer:
+        head: nn.Linear | None = None
+
+        def __init__(self) -> None:
+            self.model = nn.Linear(4, 3)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+        def step(self, x: torch.Tensor) -> None:
+            if self.head is None:
+                self.head = nn.Linear(3, 1)
+                self.optimizer.add_param_group({"params": list(self.head.parameters())})
+            self.optimizer.zero_grad()
+            self.head(self.model(x)).square().mean().backward()
+            self.optimizer.step()
+
+    trainer, x = Trainer(), torch.randn(8, 4)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    nth = 6 if phase == "forward" else 2
+    with inject_oom(nth=nth, phase=phase) as armed:
+        with pytest.raises(oomkit.OutOfMemory, match="the group alone went back"):
+            oomkit.auto_batch(trainer.step)(x)
+    assert armed.fired == 1
+    assert all(map(torch.equal, trainer.model.parameters(), before))
+    assert len(trainer.optimizer.param_groups) == 1

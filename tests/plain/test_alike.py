@@ -292,6 +292,7 @@ class ByLoss(Averaging):
         return loss
 
 
+@pytest.mark.refusals
 def test_a_parameter_that_rows_move_is_refused_as_before() -> None:
     trainer = ByLoss(AModule)
     step = oomkit.auto_batch(trainer.step)
@@ -395,6 +396,7 @@ def test_tensors_that_are_drawn_are_named_as_before() -> None:
     assert "self.mask" in text and "runs once per micro-batch" in text and "self.n" not in text
 
 
+@pytest.mark.refusals
 def test_weights_that_are_moved_at_random_are_refused() -> None:
     trainer = Made()
     step, batch = oomkit.auto_batch(trainer.again), _batches(12, 1)[0]
@@ -587,6 +589,7 @@ def test_a_count_stays_one_in_a_call_that_makes_something(failing: str, name: st
     assert _close(split.state(), whole.state())
 
 
+@pytest.mark.refusals
 def test_what_a_count_decides_in_a_call_that_makes_something_is_verified() -> None:
     class Weighed(Later):
         def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

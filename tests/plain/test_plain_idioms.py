@@ -484,6 +484,13 @@ def made_where_it_is_missing(o: Any = None) -> None:
 
 
 @idiom(Meter, Meter.state)
+def made_somehow_where_it_is_missing(o: Any = None) -> None:
+    if o is None:
+        o = eval("Meter()")
+    o.add(1)
+
+
+@idiom(Meter, Meter.state)
 def another_in_one_branch(o: Any) -> None:
     if o.n > 100:
         o = Meter()

@@ -143,9 +143,9 @@ def dqn_soft_update(world: World) -> None:
         world.note(train_step(_transitions()))
 
 
-@program("refused", says="changed")
+@program("said", says="moves once", by_proof=True)
 def dqn_soft_update_always(world: World) -> None:
-    """The same without is_last: the target network would be updated in each micro-batch."""
+    """The same without is_last: each micro-batch would move the target network. It moves once."""
     online, target, optimizer = _q_networks()
     world.keep(online, target, optimizer)
 

@@ -28,7 +28,8 @@ from .world import Place, Program, State, World, logger
 PHASES = ("forward", "backward", "optimizer")
 
 # Logged where a split loss can be compared with nothing: true of every program, and no fault.
-ASSUMED = "is treated as a mean over samples"
+ASSUMED = ("is treated as a mean over samples", "result averaged over the rows")
+WHOLE = "runs with whole batches from now on"
 FOUND = "two parts of a batch give the result of the whole"
 
 
@@ -52,6 +53,11 @@ class Run:
         """Without the lines that tell of a new plan, and of weights."""
         known = [text for text in self.texts if FOUND not in text]
         return [text for text in known if " micro_batch=" not in text]
+
+    @property
+    def whole(self) -> str:
+        """Why a split was refused, after which the whole batch has run; or nothing."""
+        return "".join(text for text in self.texts if WHOLE in text)
 
     @property
     def found(self) -> bool:
@@ -226,6 +232,8 @@ def _judge(
             return
         report.places["refused"] += 1
         _judge_refusal(report, place, failed)
+    elif failed.whole:
+        _judge_whole(report, place, plain, failed)
     elif not failed.split:
         # Nothing had moved when the update failed: it was repeated, the batch not split.
         report.places["repeated"] += 1
@@ -261,6 +269,21 @@ def _moved(failed: Run) -> bool:
         return {k: v for k, v in state.items() if k[0].isdigit() and not k.endswith(".grad")}
 
     return difference(kept(failed.world.before), kept(failed.state))[0] > 0.0
+
+
+def _judge_whole(report: Report, place: Place, plain: Run, failed: Run) -> None:
+    """A split was refused, and the whole batch has run: earlier calls may have been split."""
+    report.places["whole"] += 1
+    if report.program.outcome != "refused":
+        report.fail(place, f"ran whole without need: {failed.whole}")
+        return
+    assert report.program.says is not None
+    # Of an error of the step's own the notes tell more, which the line of the log has not.
+    if not re.search(f"{report.program.says}|in micro-batches of", failed.whole, re.DOTALL):
+        report.fail(place, f"ran whole with other words: {failed.whole}")
+    worst, where = compare(plain, failed, random_state=True)
+    if worst > (report.program.tolerance if failed.split else 0.0):
+        report.fail(place, f"ran whole, but not as the plain program: {where} by {worst:.3g}")
 
 
 def _judge_refusal(report: Report, place: Place, failed: Run) -> None:
@@ -310,5 +333,5 @@ def _judge_replay(
         assert program.says is not None
         if not any(re.search(program.says, text, re.DOTALL) for text in failed.said):
             report.fail(place, f"did not say {program.says!r}, only {failed.said}")
-    elif [text for text in failed.said if ASSUMED not in text]:
+    elif [text for text in failed.said if not any(words in text for words in ASSUMED)]:
         report.fail(place, f"said without need: {failed.said}")

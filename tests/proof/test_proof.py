@@ -168,6 +168,7 @@ def _pairs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return -F.logsigmoid(one - two).mean()
 
 
+@pytest.mark.refusals
 def test_what_couples_is_refused_before_the_update() -> None:
     model, optimizer = _linear()
     before = [p.detach().clone() for p in model.parameters()]

@@ -285,6 +285,7 @@ class Memory(nn.Module):
 @pytest.mark.parametrize("in_list", [False, True])
 @pytest.mark.parametrize("verify", [None, True])
 @pytest.mark.parametrize("fails_at", [0, 3])
+@pytest.mark.refusals
 def test_rows_that_see_those_of_another_micro_batch_are_refused(
     fails_at: int, verify: bool | None, in_list: bool
 ) -> None:
@@ -414,11 +415,13 @@ def _refused_at(step: Any, model: nn.Module, calls: int) -> int:
 
 @pytest.mark.parametrize("first", [2, 5])
 @pytest.mark.parametrize("form", ["k * reg", "reg * k", "lerp"])
+@pytest.mark.refusals
 def test_a_factor_that_is_computed_from_a_call_on_is_refused_there(form: str, first: int) -> None:
     assert _refused_at(*_balanced(form, first, scalar=True), 8) == first
 
 
 @pytest.mark.parametrize("first", [2, 3, 5])
+@pytest.mark.refusals
 def test_a_factor_of_elements_is_refused_where_it_is_verified(first: int) -> None:
     """By its gradients, for its value is that of its parts."""
     assert first <= _refused_at(*_balanced("dot", first, scalar=False), 12) <= 2 * first

@@ -339,6 +339,7 @@ def _halves(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [_antithetic, _halves])
+@pytest.mark.refusals
 def test_numbers_for_half_of_the_rows_are_no_proof(loss: Loss) -> None:
     for seed in range(6):
         with pytest.raises(oomkit.SplitError):
@@ -352,6 +353,7 @@ def _by_numpy_twice(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.refusals
 def test_numbers_that_no_part_can_be_given_are_no_proof(trains: bool) -> None:
     match = "no part can be given the random numbers.*for each row in one call"
     for seed in range(6):
@@ -456,6 +458,7 @@ def test_numbers_of_tokens_that_a_part_does_not_have(
     assert "coarse" not in "".join(_lines(caplog))
 
 
+@pytest.mark.refusals
 def test_numbers_of_tokens_in_one_row_are_no_proof() -> None:
     y = torch.tensor([2, 0, 0, 0, 1, 0, 0, 0] * 2)
     for seed in range(3):
@@ -519,6 +522,7 @@ COUPLED = [
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("loss", COUPLED)
+@pytest.mark.refusals
 def test_random_numbers_hide_no_coupled_rows(loss: Loss, trains: bool) -> None:
     for seed in sampled(range(6), 1):
         with pytest.raises(oomkit.SplitError):
@@ -543,6 +547,7 @@ def test_a_refusal_comes_out_of_the_runs_that_look_for_the_cause_of_an_error() -
     assert failed.is_set()
 
 
+@pytest.mark.refusals
 def test_the_error_says_what_is_chosen_by_chance() -> None:
     with pytest.raises(oomkit.SplitError, match="torch.randperm for MixUp.*before the step"):
         _run(_mixed, 0)
@@ -557,6 +562,7 @@ def _augmented(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return x * torch.from_numpy(np.random.rand(len(x), 6) > 0.1 * np.random.rand(len(x), 1))
 
 
+@pytest.mark.refusals
 def test_numbers_of_training_alone_are_left_out_exactly(caplog: pytest.LogCaptureFixture) -> None:
     """No part can be given them, but in eval mode there are none."""
 
@@ -575,6 +581,7 @@ def test_numbers_of_training_alone_are_left_out_exactly(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("numbers", [F.dropout, _by_numpy], ids=["kept", "not kept"])
+@pytest.mark.refusals
 def test_terms_of_training_alone_are_compared(numbers: Callable[..., torch.Tensor]) -> None:
     """A proof in eval mode would not see them."""
 
@@ -612,6 +619,7 @@ def test_kernels_drop_nothing_in_a_proof(caplog: pytest.LogCaptureFixture) -> No
     assert not any("coarse" in line for line in _lines(caplog))
 
 
+@pytest.mark.refusals
 def test_a_coarse_bound_is_as_narrow_as_chance() -> None:
     """An order of rows that makes no difference hides none, either."""
 
@@ -631,6 +639,7 @@ def test_a_coarse_bound_is_as_narrow_as_chance() -> None:
             _run(counts, seed, y=y)
 
 
+@pytest.mark.refusals
 def test_a_coarse_bound_is_of_what_the_step_adds_to_gradients() -> None:
     for seed in range(6):
         assert _run(_of_numpy, seed, gradient=10.0).accumulation_steps == 2

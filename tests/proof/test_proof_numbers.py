@@ -200,6 +200,7 @@ def test_an_accuracy_in_single_precision_of_a_program_in_double(rows: int) -> No
 
 
 @pytest.mark.parametrize("kind", ["largest", "total", "another mean"])
+@pytest.mark.refusals
 def test_a_number_that_comes_later_is_averaged_with_a_warning(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,6 +339,7 @@ def test_a_mean_that_was_0_where_it_was_proven_is_not_added(
 
 @pytest.mark.parametrize("kind", ["sum", "mean"])
 @pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.refusals
 def test_a_number_that_was_0_when_proven_is_settled_by_the_next_proof(
     beside: bool, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

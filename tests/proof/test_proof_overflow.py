@@ -81,6 +81,7 @@ def test_a_scale_that_is_still_too_large_is_no_coupling(scale: float, clips: boo
 
 
 @pytest.mark.parametrize("scale", SCALES[:-1])
+@pytest.mark.refusals
 def test_coupled_rows_are_found_where_gradients_overflow(scale: float) -> None:
     """Before the first update that the scaler lets through."""
     with pytest.raises(oomkit.SplitError, match="differs by"):

@@ -79,6 +79,7 @@ def _run(layer: Layer, seed: int, ignores: bool = False) -> oomkit.StepRecord:
 
 
 @pytest.mark.parametrize("layer", [_mixup, _sometimes, _standardised, _swapped])
+@pytest.mark.refusals
 def test_rows_that_are_coupled_in_training_mode_alone(layer: Layer) -> None:
     for seed in range(4):
         with pytest.raises(oomkit.SplitError):

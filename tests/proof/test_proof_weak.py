@@ -125,6 +125,7 @@ def test_a_result_that_parts_cannot_make_is_refused_before_the_update(keep: bool
         assert torch.equal(one, two)
 
 
+@pytest.mark.refusals
 def test_what_rows_alone_cannot_be_joined_to_is_refused_before_the_update() -> None:
     """A state whose rows lie in another dimension: of one row each it has none to go by."""
     torch.manual_seed(SEED)
@@ -151,6 +152,7 @@ def test_what_rows_alone_cannot_be_joined_to_is_refused_before_the_update() -> N
         assert torch.equal(one, two)
 
 
+@pytest.mark.refusals
 def test_two_rows_that_do_fit_are_compared_with_their_gradients() -> None:
     """The losses of such a step agree; only its gradients tell."""
     model = nn.Linear(WIDTH, CLASSES).double()
@@ -177,6 +179,7 @@ def _penalty(model: nn.Module, x: torch.Tensor, coupled: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("coupled", [True, False])
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.refusals
 def test_what_works_on_micro_batches_alone_is_compared_with_gradients(
     rows: int, coupled: bool
 ) -> None:

@@ -17,6 +17,7 @@ from oomkit.testing import inject_oom
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.refusals
 def test_a_tiny_sum_beside_the_loss_is_not_taken_for_rounding() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
@@ -246,6 +247,7 @@ def test_single_precision_inside_a_step_in_double_is_rounding() -> None:
     ],
 )
 @pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.refusals
 def test_a_wide_number_of_a_narrow_loss_is_as_exact_as_the_loss(
     made: Callable[[torch.Tensor], object], is_wrong: bool
 ) -> None:

@@ -100,6 +100,7 @@ def test_writing_to_parameters_that_are_not_finite_is_found() -> None:
 
 
 @pytest.mark.parametrize("silent", [2, 5])  # after five no comparison of losses is due
+@pytest.mark.refusals
 def test_a_loss_that_couples_is_refused_in_the_first_call_that_tells_it(silent: int) -> None:
     def coupled(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
@@ -136,6 +137,7 @@ def test_what_was_proven_of_gradients_that_tell_is_not_proven_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.refusals
 def test_a_part_without_a_label_is_refused_where_the_whole_loss_is_zero() -> None:
     """The mean over nothing is nan."""
     world = World(2, 0.0, _of_tokens)

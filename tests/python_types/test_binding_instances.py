@@ -90,6 +90,7 @@ def test_the_records_are_those_of_the_step() -> None:
     assert one.step.records == two.step.records  # type: ignore[attr-defined]
 
 
+@pytest.mark.refusals
 def test_what_one_passed_is_asked_of_the_other() -> None:
     """The second step moves a buffer: counted twice in two micro-batches, without a word."""
     fine, rewriting = Trainer(), Trainer(rewrite=True)

@@ -400,18 +400,32 @@ def test_the_best_model_is_loaded_as_before(tmp_path: Path) -> None:
     assert not differences(reference, outcome, 10 * SINGLE)
 
 
+class Contrast(hf.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs.pop("labels")
+        pooled = model(**inputs).logits
+        scores = pooled @ pooled.T
+        return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def _contrasting() -> Any:
+    return trainer(
+        lambda: bert("SequenceClassification"), labelled("class"), Contrast, eval_strategy="no"
+    )
+
+
+def test_coupled_samples_run_whole() -> None:
+    reference, _, _ = run(_contrasting, plain)
+    for nth in (1, 40):
+        outcome, armed, _ = run(_contrasting, number=1, fault={"nth": nth})
+        assert armed.fired and outcome.error is None
+        assert any("runs with whole batches" in line for line in outcome.said)
+        assert not differences(reference, outcome, 0.0)
+
+
+@pytest.mark.refusals
 def test_coupled_samples_are_refused_or_said() -> None:
-    class Contrast(hf.Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            inputs.pop("labels")
-            pooled = model(**inputs).logits
-            scores = pooled @ pooled.T
-            return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
-
-    def make() -> Any:
-        model = lambda: bert("SequenceClassification")  # noqa: E731
-        return trainer(model, labelled("class"), Contrast, eval_strategy="no")
-
+    make = _contrasting
     failed, _, _ = run(make, number=1, fault={"nth": 40})
     assert isinstance(failed.error, oomkit.SplitError)
     assert "couples the samples" in str(failed.error)

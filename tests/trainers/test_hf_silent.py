@@ -86,6 +86,7 @@ def test_a_loss_of_0_is_nothing_to_decide_before_a_split_is_due(kind: Any, inexa
 
 @pytest.mark.parametrize("inexact", INEXACT)
 @pytest.mark.parametrize("zero", [1, 2, 3, 5])
+@pytest.mark.refusals
 def test_coupled_rows_are_found_in_their_first_loss_that_is_not_0(zero: int, inexact: Any) -> None:
     begun, _, _ = run(lambda: _made(Contrast, zero), plain, train=lambda it: None)
     outcome, arm, made = run(
@@ -167,6 +168,7 @@ def _shown(inputs: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [Coupled, CoupledInside])
+@pytest.mark.refusals
 def test_other_evaluated_losses_are_proven(kind: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trl, "GRPOTrainer", kind)

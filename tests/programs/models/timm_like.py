@@ -253,9 +253,9 @@ def timm_convnext_ema_last(world: World) -> None:
     _ema(world, update, outside=False)
 
 
-@program("refused", says="module|average|ema|parameter|buffer")
+@program("said", says="moves once", by_proof=True)
 def timm_convnext_ema_always(world: World) -> None:
-    """The same without is_last: the average would be updated in each micro-batch."""
+    """The same without is_last: each micro-batch would update the average, which moves once."""
     _ema(world, ModelEma.update, outside=False)
 
 

@@ -1,0 +1,220 @@
+/* A split that is refused: the whole batch once more, which needs no proof. With what
+ * the failed attempt held gone it may fit; where it does not, the ladder is climbed
+ * with it, as with the smallest micro-batches of others. Only where no rung is left the
+ * refusal is the caller's. */
+#include "engine.h"
+#include "refused_sizes.h"
+#include "../ladder/ladder.h"
+#include "../optim/updating.h"
+#include "../plain/plain_state.h"
+#include "../result/result.h"
+#include "../sizes/sizes.h"
+#include "../undo/undo.h"
+
+/* --- may it be? --- */
+
+static int
+has_rungs(const oomkit_call *call)
+{
+    return oomkit_rung_allowed(call, OOMKIT_RUNG_STATE) ||
+           oomkit_rung_allowed(call, OOMKIT_RUNG_ACTIVATIONS) ||
+           oomkit_rung_allowed(call, OOMKIT_RUNG_RECOMPUTE);
+}
+
+/* May a call go on whole after this error? Not where the split was asked for. */
+static int
+may_be_whole(const oomkit_call *call, const PyObject *exception)
+{
+    return call->split && !call->cut->forced &&
+           call->options->accumulation_steps <= 1 && call->cut->unfit.refusal == NULL &&
+           !call->given.is_body && !oomkit_ranks_agreed(call) &&
+           !call->st->refusals_end && has_rungs(call) &&
+           PyObject_TypeCheck((PyObject *)exception,
+                              (PyTypeObject *)call->st->SplitError);
+}
+
+int
+oomkit_split_is_refused(const oomkit_call *call, const PyObject *exception)
+{
+    const PyObject *args; /* borrowed */
+
+    if (!call->refused.raised || call->refused.split_alone == NULL ||
+        !may_be_whole(call, exception)) {
+        return 0;
+    }
+    args = ((const PyBaseExceptionObject *)exception)->args;
+    return args != NULL && PyTuple_GET_SIZE(args) > 0 &&
+           PyTuple_GET_ITEM(args, 0) == call->refused.split_alone;
+}
+
+/* Has something moved for good, or was it made and stays? 1, 0 or -1. */
+static int
+has_moved(oomkit_call *call)
+{
+    const int committed = oomkit_recover_committed(call);
+
+    return committed < 0 ? -1
+                         : committed || call->refused.why != NULL ||
+                               call->refused.hooked != NULL || call->tries.keeps_made ||
+                               oomkit_tell_failure_remains(call) != NULL;
+}
+
+/* Does the step take something out of an iterator, which nothing puts back? 1, 0 or -1.
+ */
+static int
+takes_from_iterators(oomkit_call *call)
+{
+    OWNED PyObject *positional = NULL, *named = NULL, *takes = NULL;
+
+    if (oomkit_effects_arguments(call, &positional, &named) == 0) {
+        EXEMPT (call->st) {
+            takes = PyObject_CallFunctionObjArgs(
+                call->st->step_iterates, call->given.func, positional, named, NULL);
+        }
+    }
+    return takes == NULL ? -1 : takes == Py_True;
+}
+
+/* --- the whole batch --- */
+
+/* Everything is back: is it all, as far as can be told? `runs`: rows of a micro-batch
+ * may be run to see. 1, 0 or -1. */
+static int
+whole_may_begin(oomkit_call *call, int runs)
+{
+    int takes;
+
+    if ((call->backward.queued && oomkit_backward_drain(call->st) < 0) ||
+        oomkit_plain_say(call) < 0 || oomkit_join_truncate(&call->cut->join, 0) < 0) {
+        return -1;
+    }
+    oomkit_savepoint_end_attempt(call);
+    call->cut->at = 0;
+    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
+    if (oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0 ||
+        oomkit_recover_batch(call) < 0 || oomkit_savepoint_take(call) < 0) {
+        return -1;
+    }
+    takes = call->tries.keeps_made ? 1 : takes_from_iterators(call);
+    return takes != 0 ? (takes < 0 ? -1 : 0)
+           : runs     ? call->st->wiring->step_repeats(call)
+                      : 1;
+}
+
+/* The next attempt. 0 or -1. */
+static int
+whole_begins(oomkit_call *call)
+{
+    const int64_t rows = call->cut->slices[0].length, count = call->cut->count;
+
+    oomkit_savepoint_end_attempt(call);
+    call->cut->count = call->cut->at = 0;
+    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
+    call->cut->reason = OOMKIT_REASON_REFUSED;
+    call->cut->plan = (oomkit_plan){.batch = call->batch.rows,
+                                    .accumulation = 1,
+                                    .multiple_of = 1,
+                                    .rung = call->cut->plan.rung};
+    if (oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0 ||
+        oomkit_recover_batch(call) < 0 || oomkit_cut_planned(call) < 0 ||
+        oomkit_replan_say(call, rows, count) < 0) {
+        return -1;
+    }
+    oomkit_window_anew(call);
+    return oomkit_savepoint_take(call);
+}
+
+/* Once for each step. 0 or -1. */
+static int
+whole_said(oomkit_call *call)
+{
+    if (call->step->whole_only_said) {
+        return 0;
+    }
+    call->step->whole_only_said = 1;
+    return oomkit_say(call->st, "warning", "sOO",
+                      "%s runs with whole batches from now on, and with what they need "
+                      "in host memory where it does not fit: %s",
+                      call->options->label, call->cut->unfit.refusal);
+}
+
+/* The refusal stands: the whole batch would not be what it was. -1 always. */
+static int
+whole_left(oomkit_call *call, PyObject *exception)
+{
+    OWNED PyObject *done = PyObject_CallMethod(
+        exception, "add_note", "s",
+        "oomkit: the whole batch was not run instead, because the step takes from an "
+        "iterator, has made a module, or does not do the same when rows of a "
+        "micro-batch run twice" SEE("whole-batches"));
+
+    if (done == NULL) {
+        oomkit_error_unraised(call->given.func); /* the refusal is the one to see */
+    }
+    call->refused.raised = 1;
+    return oomkit_recover_pass(call, exception);
+}
+
+int
+oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
+{
+    OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
+    int may = has_moved(call) == 0;
+
+    if (PyErr_Occurred()) {
+        oomkit_error_unraised(call->given.func); /* the refusal is the one to see */
+    }
+    if (!may) {
+        return oomkit_recover_pass(call, exception);
+    }
+    call->refused.going_whole = 1;
+    may = oomkit_unfit_undo(call, exception);
+    call->refused.going_whole = 0;
+    if (may < 0) {
+        return -1;
+    }
+    oomkit_exception_clear_frames(call->st, exception, handled);
+    oomkit_phase_set(call->st, OOMKIT_PHASE_RECOVERY);
+    call->refused.raised = 0;
+    may = whole_may_begin(call, runs);
+    if (may == 0) {
+        return whole_left(call, exception);
+    }
+    call->cut->unfit.refusal = exception; /* owned by the call from here on */
+    call->cut->unfit.count = 0;           /* no bound is to be learned */
+    call->log.outcome = 0;
+    call->tries.again = 1; /* this is the attempt of the whole batch again */
+    call->step->whole_only = may > 0;
+    oomkit_unfit_bound(call, call->batch.rows, 0);
+    return may < 0 || whole_said(call) < 0 || whole_begins(call) < 0
+               ? oomkit_own_failed(call, "the whole batch was tried again")
+               : 0;
+}
+
+/* --- where no rung is left --- */
+
+int
+oomkit_split_refusal_stands(oomkit_call *call, const char *state)
+{
+    PyObject *refusal = call->cut->unfit.refusal; /* owned, given back */
+    OWNED PyObject *done = NULL;
+
+    if (refusal == NULL) {
+        return 0;
+    }
+    call->cut->unfit.refusal = NULL;
+    done = PyObject_CallMethod(
+        refusal, "add_note", "N",
+        PyUnicode_FromFormat(
+            "oomkit: the whole batch ran out of memory again, with "
+            "what the ladder puts in host memory there; %s" SEE("whole-batches"),
+            state));
+    if (done == NULL) {
+        oomkit_error_unraised(call->given.func); /* the refusal is the one to see */
+    }
+    call->refused.raised = 1;
+    call->log.outcome = 2;
+    call->step->whole_only = 0; /* the next call begins anew */
+    oomkit_exception_give(refusal);
+    return 1;
+}
