@@ -358,8 +358,8 @@ oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
         status = replan_climb(call, keep);
     }
     if (status > 0 && call->step->whole_only && call->cut->unfit.refusal == NULL) {
-        call->step->whole_only =
-            0; /* refused in an earlier call: perhaps not in this */
+        /* Its split was refused in an earlier call: perhaps it is not in this one. */
+        call->step->whole_only = 0;
         status = replan_next(call, keep, failed_rows, failed_count);
     }
     if (status > 0 && failed_in_update(call)) { /* no size was too large */
