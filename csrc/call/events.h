@@ -93,6 +93,8 @@ typedef struct oomkit_outside {
     int (*mode_changes)(oomkit_state *st, PyObject *module);
 } oomkit_outside;
 
+#define OOMKIT_REPEATS_UNKNOWN 2 /* see step_repeats */
+
 /* Rules of a whole call at most, and the NULL behind them. */
 #define OOMKIT_HANDLERS 8
 
@@ -121,8 +123,9 @@ typedef struct oomkit_wiring {
      * or NULL) is raised afterwards */
     int (*gradients_are_gone)(oomkit_call *, int result, PyObject **message,
                               PyObject *error);
-    /* before an attempt: has the step been shown to do the same twice? 1, 0 or -1 */
-    int (*step_repeats)(oomkit_call *);
+    /* before an attempt with the whole batch: does the step do the same again? `runs`:
+     * rows may be run to see. 1; 0 or OOMKIT_REPEATS_UNKNOWN with *why (owned); -1 */
+    int (*step_repeats)(oomkit_call *, int runs, PyObject **why);
     /* the step that knows about an object; borrowed from the step, or NULL */
     struct oomkit_step *(*step_of_object)(struct oomkit_step *, PyObject *);
     /* a new step. New reference or NULL. */

@@ -176,6 +176,13 @@ oomkit_replan_smallest(const oomkit_call *call);
 /* Of a step: nothing smaller is allowed, oomkit.OutOfMemory. -1 always. */
 int
 oomkit_replan_exhausted(oomkit_call *call);
+/* Everything has been rolled back: results of parts go, and what the attempt held. 0 or
+ * -1. */
+int
+oomkit_begin_clear(oomkit_call *call);
+/* The same, and the next attempt, by call->cut->plan for call->cut->reason. 0 or -1. */
+int
+oomkit_begin_again(oomkit_call *call);
 /* A call that is run again because another one failed: half its batch. 0 or -1. */
 int
 oomkit_recover_split(oomkit_call *call);

@@ -403,8 +403,14 @@ oomkit_recover(oomkit_call *call, int failed)
             return NULL;
         }
         if (failed) {
-            if (recover_from_failure(call) < 0 || oomkit_tell_before_retry(call) < 0) {
+            if (recover_from_failure(call) < 0) {
                 return NULL;
+            }
+            if (oomkit_tell_before_retry(call) < 0) {
+                if (!oomkit_exception_is_oom(call->st)) {
+                    return NULL;
+                }
+                continue; /* the attempt would have met it */
             }
             oomkit_call_lost(call);
             oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD);

@@ -239,27 +239,6 @@ unfit_plan(oomkit_call *call)
     return failed == 0 || oomkit_plan_micro_batch(&call->cut->plan) < failed;
 }
 
-/* Everything is back: the attempt in other sizes begins. 0 or -1. */
-static int
-unfit_go_on(oomkit_call *call)
-{
-    int64_t rows = call->cut->slices[0].length, count = call->cut->count;
-
-    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
-        return -1;
-    }
-    oomkit_savepoint_end_attempt(call);
-    call->cut->count = call->cut->at = 0;
-    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
-    if (oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0 ||
-        oomkit_recover_batch(call) < 0 || oomkit_cut_planned(call) < 0 ||
-        oomkit_replan_say(call, rows, count) < 0) {
-        return -1;
-    }
-    oomkit_window_anew(call);
-    return oomkit_savepoint_take(call);
-}
-
 int
 oomkit_unfit_undo(oomkit_call *call, PyObject *exception)
 {
@@ -313,7 +292,7 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     }
     oomkit_exception_discard(call->st, exception);
     oomkit_phase_set(call->st, OOMKIT_PHASE_RECOVERY);
-    return unfit_go_on(call) < 0
+    return oomkit_begin_again(call) < 0
                ? oomkit_own_failed(call, "another size of micro-batch was tried")
                : 0;
 }

@@ -20,10 +20,11 @@ oomkit_split_is_refused(const oomkit_call *call, const PyObject *exception);
  * that attempt is planned; -1 with the exception to raise. Runs Python code. */
 int
 oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs);
-/* No rung has room for that: the refusal is in flight, with a note that says what is
- * left of the step (`state`). 1, or 0 where there was none. */
+/* That batch does not run, or no rung has room for it: the refusal is in flight, with a
+ * note that says so: "the whole batch ", and `text` (stolen, may be NULL). 1, or 0
+ * where there was none. */
 int
-oomkit_split_refusal_stands(oomkit_call *call, const char *state);
+oomkit_split_refusal_stands(oomkit_call *call, PyObject *text);
 /* Rolls back. 0; -1 with `exception` (stolen) in flight, and what is not back said. */
 int
 oomkit_unfit_undo(oomkit_call *call, PyObject *exception);

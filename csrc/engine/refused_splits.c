@@ -59,69 +59,40 @@ has_moved(oomkit_call *call)
                                oomkit_tell_failure_remains(call) != NULL;
 }
 
-/* Does the step take something out of an iterator, which nothing puts back? 1, 0 or -1.
- */
-static int
-takes_from_iterators(oomkit_call *call)
-{
-    OWNED PyObject *positional = NULL, *named = NULL, *takes = NULL;
-
-    if (oomkit_effects_arguments(call, &positional, &named) == 0) {
-        EXEMPT (call->st) {
-            takes = PyObject_CallFunctionObjArgs(
-                call->st->step_iterates, call->given.func, positional, named, NULL);
-        }
-    }
-    return takes == NULL ? -1 : takes == Py_True;
-}
-
 /* --- the whole batch --- */
 
 /* Everything is back: is it all, as far as can be told? `runs`: rows of a micro-batch
- * may be run to see. 1, 0 or -1. */
+ * may be run to see. 1, 0 with *why (owned), or -1. */
 static int
-whole_may_begin(oomkit_call *call, int runs)
+whole_may_begin(oomkit_call *call, int runs, PyObject **why)
 {
-    int takes;
+    int repeats;
 
     if ((call->backward.queued && oomkit_backward_drain(call->st) < 0) ||
-        oomkit_plain_say(call) < 0 || oomkit_join_truncate(&call->cut->join, 0) < 0) {
+        oomkit_plain_say(call) < 0 || oomkit_begin_clear(call) < 0 ||
+        oomkit_savepoint_take(call) < 0) {
         return -1;
     }
-    oomkit_savepoint_end_attempt(call);
-    call->cut->at = 0;
-    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
-    if (oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0 ||
-        oomkit_recover_batch(call) < 0 || oomkit_savepoint_take(call) < 0) {
-        return -1;
+    if (call->tries.keeps_made) {
+        *why =
+            PyUnicode_FromString("it has made a module. Make it before the first call "
+                                 "of the step");
+        return *why == NULL ? -1 : 0;
     }
-    takes = call->tries.keeps_made ? 1 : takes_from_iterators(call);
-    return takes != 0 ? (takes < 0 ? -1 : 0)
-           : runs     ? call->st->wiring->step_repeats(call)
-                      : 1;
+    repeats = call->st->wiring->step_repeats(call, runs, why);
+    return repeats == OOMKIT_REPEATS_UNKNOWN ? 0 : repeats;
 }
 
 /* The next attempt. 0 or -1. */
 static int
 whole_begins(oomkit_call *call)
 {
-    const int64_t rows = call->cut->slices[0].length, count = call->cut->count;
-
-    oomkit_savepoint_end_attempt(call);
-    call->cut->count = call->cut->at = 0;
-    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
     call->cut->reason = OOMKIT_REASON_REFUSED;
     call->cut->plan = (oomkit_plan){.batch = call->batch.rows,
                                     .accumulation = 1,
                                     .multiple_of = 1,
                                     .rung = call->cut->plan.rung};
-    if (oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0 ||
-        oomkit_recover_batch(call) < 0 || oomkit_cut_planned(call) < 0 ||
-        oomkit_replan_say(call, rows, count) < 0) {
-        return -1;
-    }
-    oomkit_window_anew(call);
-    return oomkit_savepoint_take(call);
+    return oomkit_begin_again(call);
 }
 
 /* Once for each step. 0 or -1. */
@@ -138,27 +109,30 @@ whole_said(oomkit_call *call)
                       call->options->label, call->cut->unfit.refusal);
 }
 
-/* The refusal stands: the whole batch would not be what it was. -1 always. */
-static int
-whole_left(oomkit_call *call, PyObject *exception)
+/* A note says what became of the whole batch: `text`, stolen, which may be NULL. Keeps
+ * no exception in flight. */
+static void
+refusal_explain(const oomkit_call *call, PyObject *refusal, PyObject *text)
 {
-    OWNED PyObject *done = PyObject_CallMethod(
-        exception, "add_note", "s",
-        "oomkit: the whole batch was not run instead, because the step takes from an "
-        "iterator, has made a module, or does not do the same when rows of a "
-        "micro-batch run twice" SEE("whole-batches"));
+    OWNED PyObject *done =
+        text == NULL
+            ? NULL
+            : PyObject_CallMethod(
+                  refusal, "add_note", "N",
+                  PyUnicode_FromFormat(
+                      "oomkit: the whole batch %U" SEE("whole-batches"), text));
 
     if (done == NULL) {
         oomkit_error_unraised(call->given.func); /* the refusal is the one to see */
     }
-    call->refused.raised = 1;
-    return oomkit_recover_pass(call, exception);
+    Py_XDECREF(text);
 }
 
 int
 oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
 {
     OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
+    OWNED PyObject *why = NULL;
     int may = has_moved(call) == 0;
 
     if (PyErr_Occurred()) {
@@ -176,9 +150,19 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
     oomkit_exception_clear_frames(call->st, exception, handled);
     oomkit_phase_set(call->st, OOMKIT_PHASE_RECOVERY);
     call->refused.raised = 0;
-    may = whole_may_begin(call, runs);
-    if (may == 0) {
-        return whole_left(call, exception);
+    may = whole_may_begin(call, runs, &why);
+    if (may < 0 && oomkit_exception_is_oom(call->st)) {
+        oomkit_exception_discard(call->st, oomkit_exception_take());
+        why =
+            PyUnicode_FromString("there was no memory to see whether the step does the "
+                                 "same when it runs again");
+        may = why == NULL ? -1 : 0;
+    }
+    if (may == 0) { /* the refusal stands */
+        refusal_explain(call, exception,
+                        PyUnicode_FromFormat("was not run instead: %U", why));
+        call->refused.raised = 1;
+        return oomkit_recover_pass(call, exception);
     }
     call->cut->unfit.refusal = exception; /* owned by the call from here on */
     call->cut->unfit.count = 0;           /* no bound is to be learned */
@@ -194,24 +178,16 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
 /* --- where no rung is left --- */
 
 int
-oomkit_split_refusal_stands(oomkit_call *call, const char *state)
+oomkit_split_refusal_stands(oomkit_call *call, PyObject *text)
 {
     PyObject *refusal = call->cut->unfit.refusal; /* owned, given back */
-    OWNED PyObject *done = NULL;
 
     if (refusal == NULL) {
+        Py_XDECREF(text);
         return 0;
     }
     call->cut->unfit.refusal = NULL;
-    done = PyObject_CallMethod(
-        refusal, "add_note", "N",
-        PyUnicode_FromFormat(
-            "oomkit: the whole batch ran out of memory again, with "
-            "what the ladder puts in host memory there; %s" SEE("whole-batches"),
-            state));
-    if (done == NULL) {
-        oomkit_error_unraised(call->given.func); /* the refusal is the one to see */
-    }
+    refusal_explain(call, refusal, text);
     call->refused.raised = 1;
     call->log.outcome = 2;
     call->step->whole_only = 0; /* the next call begins anew */

@@ -3,6 +3,7 @@
 #include "refused_sizes.h"
 #include "../ladder/ladder.h"
 #include "../optim/updating.h"
+#include "../result/result.h"
 #include "../sizes/sizes.h"
 #include "../undo/gradients.h"
 #include "../undo/undo.h"
@@ -63,7 +64,11 @@ oomkit_replan_exhausted(oomkit_call *call)
     const int64_t least = oomkit_replan_smallest(call);
     PyObject *reason; /* owned */
 
-    if (oomkit_split_refusal_stands(call, state_left(call))) {
+    if (oomkit_split_refusal_stands(
+            call,
+            PyUnicode_FromFormat("ran out of memory again, with what the ladder puts "
+                                 "in host memory there; %s",
+                                 state_left(call)))) {
         oomkit_grads_aside_said(call, 1);
         return -1;
     }
@@ -382,6 +387,38 @@ oomkit_replan_failed(oomkit_call *call, oomkit_keep keep, uint64_t baseline_byte
                : call->cut->slices[keep ? call->cut->at : 0].length;
     call->tries.items[call->tries.count - 1].micro_batch_size = rows;
     return oomkit_replan(call, keep, rows, count);
+}
+
+/* --- another plan, for another reason --- */
+
+int
+oomkit_begin_clear(oomkit_call *call)
+{
+    if (oomkit_join_truncate(&call->cut->join, 0) < 0) {
+        return -1;
+    }
+    oomkit_savepoint_end_attempt(call);
+    call->cut->at = 0;
+    memset(&call->cut->measured, 0, sizeof(call->cut->measured));
+    return oomkit_recover_reclaim(call, oomkit_baseline_at_entry(call)) < 0
+               ? -1
+               : oomkit_recover_batch(call);
+}
+
+int
+oomkit_begin_again(oomkit_call *call)
+{
+    const int64_t rows = call->cut->slices[0].length, count = call->cut->count;
+
+    if (oomkit_begin_clear(call) < 0) {
+        return -1;
+    }
+    call->cut->count = 0;
+    if (oomkit_cut_planned(call) < 0 || oomkit_replan_say(call, rows, count) < 0) {
+        return -1;
+    }
+    oomkit_window_anew(call);
+    return oomkit_savepoint_take(call);
 }
 
 int

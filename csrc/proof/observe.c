@@ -508,16 +508,17 @@ proof_micro_ends(oomkit_call *call, PyObject *result)
     return call->split ? proof_path(call) : 0;
 }
 
-const oomkit_rule oomkit_proof_of_split_rule = {.before_attempt = oomkit_prove,
-                                                .micro_begins = proof_micro_begins,
-                                                .backward_begins =
-                                                    proof_backward_begins,
-                                                .backward_ends = proof_backward_ends,
-                                                .update_begins = proof_update_begins,
-                                                .micro_ends = proof_micro_ends,
-                                                .update_ends = proof_update_ends,
-                                                .attempt_ends = proof_attempt_ends,
-                                                .call_ends = proof_call_ends};
+const oomkit_rule oomkit_proof_of_split_rule = {
+    .before_attempt = oomkit_prove,
+    .micro_begins = proof_micro_begins,
+    .backward_begins = proof_backward_begins,
+    .backward_ends = proof_backward_ends,
+    .update_begins = proof_update_begins,
+    .micro_ends = proof_micro_ends,
+    .update_ends = proof_update_ends,
+    .before_retry = oomkit_repeats_before_retry,
+    .attempt_ends = proof_attempt_ends,
+    .call_ends = proof_call_ends};
 
 static PyObject *
 prove_switch(PyObject *module, PyObject *on)

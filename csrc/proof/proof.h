@@ -85,10 +85,13 @@ extern const oomkit_rule oomkit_proof_of_split_rule;
  * as it was at the begin of the attempt. */
 int
 oomkit_prove(oomkit_call *call);
-/* Before an attempt of a call whose split was refused: has the step been shown to do
- * the same twice, with the rows of a micro-batch? 1, 0 or -1. */
+/* See step_repeats in call/events.h. Runs Python code. */
 int
-oomkit_proof_repeats(oomkit_call *call);
+oomkit_proof_repeats(oomkit_call *call, int runs, PyObject **why);
+/* Where it is the whole batch that begins again: OutOfMemory, or the refusal that
+ * stands, if it would not do the same. 0 or -1. */
+int
+oomkit_repeats_before_retry(oomkit_call *call);
 
 /* A line of the log. Steals nothing; `text` may be NULL with an exception. 0 or -1. */
 int
@@ -311,6 +314,10 @@ int
 oomkit_proof_aside(oomkit_proof *p);
 int
 oomkit_proof_back(oomkit_proof *p);
+
+/* object.method(), with an exception in flight, which stays. 0 or -1. */
+int
+oomkit_proof_ask(const oomkit_proof *p, PyObject *object, const char *method);
 
 /* Modules are in the mode that they were in before the proof. */
 void

@@ -1,20 +1,56 @@
-/* Does the step do the same when it runs again? Asked where a split is refused, before
- * the whole batch runs once more: what could not be put back would be in its result,
- * and no comparison with parts of it is left to show that. */
+/* Does the step do the same when it runs again? Asked before the whole batch runs once
+ * more, after a failure or a refused split: what could not be put back would be in its
+ * result, and no comparison with parts of it is left to show that. */
 #include "proof.h"
 #include "../accum/accum.h"
 #include "../call/call.h"
 #include "../call/step.h"
+#include "../deferred/deferred.h"
+#include "../engine/refused_sizes.h"
+#include "../ranks/agree.h"
+#include "../sizes/sizes.h"
 
-/* The rows of a micro-batch, and the same rows again in the place of the parts. *text
- * (owned) as in oomkit_proof_compare(). 0 or -1. */
+/* --- what the code shows --- */
+
+/* Nothing puts back what was taken out of an iterator. 1, or 0 with *why (owned); -1.
+ */
+static int
+keeps_iterators(oomkit_call *call, PyObject **why)
+{
+    OWNED PyObject *positional = NULL, *named = NULL, *name = NULL;
+
+    if (oomkit_effects_arguments(call, &positional, &named) == 0) {
+        EXEMPT (call->st) {
+            name = PyObject_CallFunctionObjArgs(
+                call->st->step_iterates, call->given.func, positional, named, NULL);
+        }
+    }
+    if (name == NULL || name == Py_None) {
+        return name == NULL ? -1 : 1;
+    }
+    *why = PyUnicode_FromFormat(
+        "its code comes to the iterator %U, and what was taken out of that is gone. "
+        "Take from it outside of the step, and pass what it gives as an argument",
+        name);
+    return *why == NULL ? -1 : 0;
+}
+
+/* --- what two runs show --- */
+
+/* The rows, and the same rows again in the place of the parts. Between the two only
+ * what a failed attempt would put back goes back. *text (owned) as in
+ * oomkit_proof_compare(). 0 or -1. */
 static int
 repeats_compare(oomkit_proof *p, PyObject **text)
 {
     const oomkit_slice whole = {p->start, p->length};
+    OWNED PyObject *held = NULL;
 
-    return oomkit_proof_aside(p) < 0 || oomkit_proof_judge(p) < 0 ||
-                   oomkit_proof_whole(p) < 0
+    if (oomkit_proof_aside(p) < 0 || oomkit_proof_judge(p) < 0) {
+        return -1;
+    }
+    held = PyObject_CallMethod(p->around, "hold", NULL);
+    return held == NULL || oomkit_proof_whole(p) < 0
                ? -1
                : oomkit_proof_compare_with(p, &whole, 1, text);
 }
@@ -28,38 +64,112 @@ repeats_but_for_results(const oomkit_proof *p)
     return results == NULL ? -1 : results == Py_True;
 }
 
-/* An error has ended it: of the step's own, of the device's memory, or another refusal.
- * It was not shown. 0, or -1 with an interrupt, or without memory of the interpreter.
- */
+/* An error has ended it. Of the step's own, or another refusal: it was not shown. As
+ * oomkit_proof_repeats(). */
 static int
-repeats_unknown(oomkit_call *call)
+repeats_unknown(oomkit_call *call, PyObject **why)
 {
+    PyObject *exception; /* owned, then discarded */
+
     if (!PyErr_ExceptionMatches(PyExc_Exception) ||
-        PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        PyErr_ExceptionMatches(PyExc_MemoryError) ||
+        oomkit_exception_is_oom(call->st)) {
         return -1;
     }
-    oomkit_exception_discard(call->st, oomkit_exception_take());
-    return 0;
+    exception = oomkit_exception_take();
+    *why = PyUnicode_FromFormat(
+        "it could not be shown that it does the same when it runs again: %S",
+        exception);
+    oomkit_exception_discard(call->st, exception);
+    return *why == NULL ? -1 : OOMKIT_REPEATS_UNKNOWN;
 }
 
-int
-oomkit_proof_repeats(oomkit_call *call)
+/* As oomkit_proof_repeats(). */
+static int
+repeats_runs(oomkit_call *call, PyObject **why)
 {
     oomkit_proof p = {.call = call};
     OWNED PyObject *text = NULL;
-    int result;
+    int phase = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD), result;
 
     (void)oomkit_proof_rows_largest(&p);
     p.fits = p.length;
+    p.on_host = call->tries.ooms > 0;
     result = repeats_compare(&p, &text);
     result = result < 0 ? -1 : text == NULL ? 1 : repeats_but_for_results(&p);
-    result = result < 0 ? repeats_unknown(call) : result;
+    if (result == 0) {
+        *why = PyUnicode_FromFormat(
+            "it does not do the same when it runs again: %U. Something that it changes "
+            "is not put back after a failure, and stays as the failed attempt has left "
+            "it. Change it outside of the step, or in attributes and items that the "
+            "step's own code stores to",
+            text);
+        result = *why == NULL ? -1 : 0;
+    } else if (result < 0) {
+        result = repeats_unknown(call, why);
+    }
     oomkit_proof_loud(&p);
-    if (oomkit_proof_back(&p) < 0) {
+    if ((p.around != NULL && oomkit_proof_ask(&p, p.around, "put_back") < 0) |
+        (oomkit_proof_back(&p) < 0)) { /* the first, where a run has failed */
+        Py_CLEAR(*why);
         result = -1;
     }
     call->refused.raised = 0;
     call->tries.restart = 0;
     oomkit_proof_clear(&p);
+    oomkit_phase_set(call->st, phase);
     return result;
+}
+
+int
+oomkit_proof_repeats(oomkit_call *call, int runs, PyObject **why)
+{
+    int result = keeps_iterators(call, why);
+
+    if (result > 0 && runs && !call->step->repeats && call->options->verify != 0 &&
+        !call->st->proves_nothing) {
+        result = repeats_runs(call, why);
+        call->step->repeats = result == 1;
+    }
+    return result;
+}
+
+/* --- after a failure --- */
+
+/* Is it the whole batch that runs again, with updates that it may make wrong? */
+static int
+repeats_wanted(const oomkit_call *call)
+{
+    return !call->split && !call->given.is_body && !oomkit_call_is_replay(call) &&
+           !oomkit_ranks_agreed(call) && !call->tries.joining && call->proof == NULL;
+}
+
+/* Do whole calls of this step end without a backward? Nothing of theirs is verified. */
+static int
+only_evaluates(const oomkit_call *call)
+{
+    return !call->training && call->step->whole.seen &&
+           call->step->whole.without_backward;
+}
+
+int
+oomkit_repeats_before_retry(oomkit_call *call)
+{
+    OWNED PyObject *why = NULL;
+    int repeats;
+
+    if (!repeats_wanted(call)) {
+        return 0;
+    }
+    repeats = oomkit_proof_repeats(call, !only_evaluates(call), &why);
+    if (repeats != 0) {
+        return repeats > 0 ? 0 : -1;
+    }
+    return oomkit_split_refusal_stands(
+               call, PyUnicode_FromFormat("was not run instead: %U", why))
+               ? -1
+               : oomkit_give_up_for(
+                     call, PyUnicode_FromFormat("%U ran out of memory and is not "
+                                                "retried: %U" SEE("not-retried"),
+                                                call->options->label, why));
 }

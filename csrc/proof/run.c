@@ -143,9 +143,8 @@ oomkit_proof_loud(oomkit_proof *p)
     Py_CLEAR(p->quieted);
 }
 
-/* object.method(), with an exception in flight, which stays. 0 or -1. */
-static int
-run_ask(const oomkit_proof *p, PyObject *object, const char *method)
+int
+oomkit_proof_ask(const oomkit_proof *p, PyObject *object, const char *method)
 {
     PyObject *exception =
         PyErr_Occurred() ? oomkit_exception_take() : NULL; /* owned, given back */
@@ -169,7 +168,9 @@ put_back_written(void *argument)
 {
     oomkit_proof *p = argument;
 
-    return run_ask(p, p->around, "put_back") < 0 ? -1 : oomkit_proof_gradients_back(p);
+    return oomkit_proof_ask(p, p->around, "put_back") < 0
+               ? -1
+               : oomkit_proof_gradients_back(p);
 }
 
 /* Everything else; `failed`: an error of theirs is in flight, and is the
@@ -286,7 +287,8 @@ run_on_host(oomkit_proof *p, int64_t count)
         oomkit_activations_offload(p->call, 1)) {
         return 0; /* of the CPU: run_is_uncounted() */
     }
-    p->around_host = run_ask(p, p->around, "on_host") == 0; /* else nothing to end */
+    p->around_host =
+        oomkit_proof_ask(p, p->around, "on_host") == 0; /* else nothing to end */
     return p->around_host ? 0 : -1;
 }
 
@@ -298,7 +300,7 @@ run_on_device(oomkit_proof *p)
 
     p->around_host = 0;
     (void)oomkit_activations_offload(p->call, 0);
-    return around ? run_ask(p, p->around, "on_device") : 0;
+    return around ? oomkit_proof_ask(p, p->around, "on_device") : 0;
 }
 
 /* Is the graph of a whole run kept beside what a budget of the CPU counts? Nothing is
@@ -337,7 +339,8 @@ draws_enter(oomkit_proof *p)
 static int
 draws_leave(oomkit_proof *p)
 {
-    return p->numbers == OOMKIT_NUMBERS_SAME ? run_ask(p, p->draws, "leave") : 0;
+    return p->numbers == OOMKIT_NUMBERS_SAME ? oomkit_proof_ask(p, p->draws, "leave")
+                                             : 0;
 }
 
 /* Both may be dispatch modes, which end in turn. */
@@ -347,7 +350,7 @@ oomkit_proof_run_enter(oomkit_proof *p)
     if (draws_enter(p) < 0) {
         return -1;
     }
-    if (run_ask(p, p->around, "enter") < 0) {
+    if (oomkit_proof_ask(p, p->around, "enter") < 0) {
         (void)oomkit_proof_run_leave(p); /* the first error is raised */
         return -1;
     }
@@ -357,13 +360,13 @@ oomkit_proof_run_enter(oomkit_proof *p)
 int
 oomkit_proof_coarsely(oomkit_proof *p)
 {
-    return run_ask(p, p->judge, "coarsely");
+    return oomkit_proof_ask(p, p->judge, "coarsely");
 }
 
 int
 oomkit_proof_run_leave(oomkit_proof *p)
 {
-    const int result = run_ask(p, p->around, "leave");
+    const int result = oomkit_proof_ask(p, p->around, "leave");
 
     return draws_leave(p) < 0 ? -1 : result;
 }
@@ -467,7 +470,7 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
         if (oomkit_proof_run_leave(p) < 0) {
             status = -1;
         }
-        if (p->dealt != NULL && run_ask(p, p->dealt, "leave") < 0) {
+        if (p->dealt != NULL && oomkit_proof_ask(p, p->dealt, "leave") < 0) {
             status = -1;
         }
     }

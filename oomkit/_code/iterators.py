@@ -1,7 +1,7 @@
 """Does a step take something out of an iterator that is there before its call?
 
-Nothing can put that back. The C engine (csrc/engine/refused_splits.c) asks before the whole batch
-runs once more, which no comparison with its parts verifies.
+Nothing can put that back. The C engine (csrc/proof/repeats.c) asks before the whole batch runs once
+more, which no comparison with its parts verifies.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .uses import Uses
 class _Search(Places):
     """Stops at nothing: what the code comes to by a name may be taken from."""
 
-    found_one = False
+    name: str | None = None  # of the first one
 
     def read(self, frame: Frame, found: Uses) -> None:
         super().read(frame, found)
         spots = (spot for steps in found.loads for spot in frame.resolve(steps))
-        self.found_one = self.found_one or any(_is_iterator(spot.value) for spot in spots)
+        if self.name is None:
+            self.name = next((spot.name() for spot in spots if _is_iterator(spot.value)), None)
 
 
 def _is_iterator(value: Any) -> bool:
@@ -33,21 +34,21 @@ def _is_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
-def iterates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the code of a step, and of what it calls, names an iterator (a generator, a loader's
-    iterator, `itertools.count()`) that is there before the call.
+def iterates(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The name of an iterator (a generator, a loader's iterator, `itertools.count()`) that is there
+    before the call, and that the code of the step, or of what it calls, comes to.
 
     Args:
         func: the decorated callable, and ``args`` and ``kwargs`` of its call.
     """
     function, bound, named = unwrap(func, args, kwargs)
     if not isinstance(function, types.FunctionType):
-        return False
+        return None
     search = _Search()
     for inner in wrapped(function):
         search.visit(inner, given_to(inner, bound, named, args, kwargs))
     search.run()
-    return search.found_one
+    return search.name
 
 
 __all__ = ["iterates"]

@@ -60,7 +60,9 @@ class Around:
     `alone`: autocast does nothing.
     """
 
-    __slots__ = ("_cast", "_host", "_hushed", "_kept", "_plain", "_saved", "alone", "is_full")
+    __slots__ = (
+        "_cast", "_held", "_host", "_hushed", "_kept", "_plain", "_saved", "alone", "is_full",
+    )  # fmt: skip
 
     def __init__(
         self, params: list[torch.Tensor], step: Step, modules: Iterable[torch.nn.Module]
@@ -69,9 +71,13 @@ class Around:
         self._plain = PlainValues(step, modules)
         self._host = torch.autograd.graph.save_on_cpu()
         self._cast: list[str] = []  # kinds of devices for which autocast was on
-        self.alone = False
+        self.alone = self._held = False
         self._saved: list[tuple[Callable[[Any], Any], Any]] = []
         self.is_full = False
+
+    def hold(self) -> None:
+        """The next run leaves what no roll-back of an attempt would find to the one after it."""
+        self._held = True
 
     def enter(self) -> None:
         self._plain.note()
@@ -125,6 +131,9 @@ class Around:
 
     def put_back(self) -> None:
         """After a run, when it has been looked at."""
+        if self._held:
+            self._held = False
+            return
         self._kept.put_back()
         self._plain.put_back()
 

@@ -53,7 +53,10 @@ class PlainValues:
         self._noted: list[_Place] = []
 
     def note(self) -> None:
-        """A run begins. What an earlier one has made is gone again, so that all look alike."""
+        """A run begins. What an earlier one has made is gone again, so that all look alike; if it
+        was not put back, what was noted then is."""
+        if self._noted:
+            return
         if self._notes is None:
             self._notes = carefully(self._find) or []
         noted = (carefully(note) for note in self._notes)
