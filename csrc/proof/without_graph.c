@@ -4,6 +4,8 @@
 #include "proof.h"
 #include "../accum/accum.h"
 #include "../batch/batch.h"
+#include "../optim/optim.h"
+#include "../plain/alike.h"
 #include "../py/modes.h"
 #include "../result/result.h"
 #include "../undo/undo.h"
@@ -24,7 +26,6 @@ verify_result(oomkit_proof *p, PyObject *result, int64_t length, int part)
     if (done == NULL || part < 0 || oomkit_call_is_replay(call)) {
         return done == NULL ? -1 : 0;
     }
-    call->cut->at = part;
     if (oomkit_join_add(call->st, call->options, &call->cut->join, result, length,
                         weight) < 0) {
         return -1;
@@ -64,40 +65,56 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
     }
     done = PyObject_CallMethod(call->cut->verification, "finish", "OOL", result,
                                loss ? loss : Py_None, (long long)length);
-    return done == NULL ? -1 : verify_result(p, result, length, part);
+    return done == NULL || oomkit_plain_alike_rule.micro_ends(call, result) < 0
+               ? -1
+               : verify_result(p, result, length, part);
 }
 
-/* The same without a graph, with its marks; everything is put back. `part` is -1 for
- * the whole. *moved tells whether random numbers were drawn. 0 or -1. */
+/* A run begins, with its marks; the second part finds what the first has left, as the
+ * next micro-batch of a call would. 0 or -1. */
+static int
+verify_begin(oomkit_proof *p, const oomkit_slice *cut, int part)
+{
+    oomkit_call *call = p->call;
+    OWNED PyObject *slices = NULL, *done = NULL;
+
+    call->cut->at = part > 0;
+    call->cut->count = part < 0 ? 1 : 2;
+    call->cut->slices[0] = cut[0];
+    if (part < 0) {
+        call->cut->slices[0].length += cut[1].length;
+    }
+    if (part > 0) {
+        return oomkit_flags_restore(call) < 0 || oomkit_owners_again(call) < 0
+                   ? -1
+                   : oomkit_plain_alike_rule.micro_begins(call);
+    }
+    slices = oomkit_proof_slices(call->cut->slices, call->cut->count);
+    done = slices == NULL ? NULL
+                          : PyObject_CallMethod(p->judge, "start", "sO",
+                                                part < 0 ? "whole" : "parts", slices);
+    return done == NULL || oomkit_savepoint_take(call) < 0 ||
+                   oomkit_plain_alike_rule.micro_begins(call) < 0
+               ? -1
+               : oomkit_attempt_marks(call);
+}
+
+/* The same without a graph. `part` is -1 for the whole: behind it and the last part
+ * everything is put back. *moved tells whether random numbers were drawn. 0 or -1. */
 static int
 verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
 {
     oomkit_call *call = p->call;
-    const oomkit_slice whole = {cut[0].start, cut[0].length + cut[1].length};
-    const oomkit_slice *slice = part < 0 ? &whole : &cut[part];
-    int result, mode;
+    const int64_t start = part > 0 ? cut[1].start : cut[0].start;
+    const int64_t length = part < 0 ? cut[0].length + cut[1].length : cut[part].length;
+    int result = verify_begin(p, cut, part), mode;
 
-    if (part < 1) {
-        OWNED PyObject *slices =
-            oomkit_proof_slices(part < 0 ? &whole : cut, part < 0 ? 1 : 2);
-        OWNED PyObject *done =
-            slices == NULL ? NULL
-                           : PyObject_CallMethod(p->judge, "start", "sO",
-                                                 part < 0 ? "whole" : "parts", slices);
-        if (done == NULL) {
-            return -1;
-        }
-    }
-    result = oomkit_savepoint_take(call);
-    if (result == 0) {
-        result = oomkit_attempt_marks(call);
-    }
     call->is_last = 0;
     mode = result < 0 ? -1 : oomkit_grad_mode_off(call->st);
     if (mode >= 0) {
         result = oomkit_proof_run_enter(p);
         if (result == 0) {
-            result = verify_call(p, slice->start, slice->length, part);
+            result = verify_call(p, start, length, part);
             result = oomkit_proof_run_leave(p) < 0 ? -1 : result;
         }
         result = oomkit_grad_mode_back(call->st, mode, result);
@@ -108,6 +125,9 @@ verify_run(oomkit_proof *p, const oomkit_slice *cut, int part, int *moved)
     if (result == 0) {
         *moved = oomkit_proof_drew(p);
         result = *moved < 0 ? -1 : 0;
+    }
+    if (result == 0 && part == 0) {
+        return 0;
     }
     return oomkit_proof_put_back(p) < 0 ? -1 : result;
 }
