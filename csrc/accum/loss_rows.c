@@ -70,10 +70,5 @@ oomkit_losses_rows_judge(oomkit_call *call, int noise)
     EXEMPT (call->st) {
         text = PyObject_CallMethod(call->cut->losses.rows, "judge", "i", noise);
     }
-    if (text == NULL || text == Py_None) {
-        return text == NULL ? -1 : 0;
-    }
-    return oomkit_warn(call->st->OomkitWarning, 1,
-                       "oomkit: %U %U" SEE("replay-differs"), call->options->label,
-                       text);
+    return oomkit_losses_replay_differs(call, text, noise);
 }

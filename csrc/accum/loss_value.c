@@ -448,6 +448,25 @@ replayed_whole(oomkit_call *call, const oomkit_loss *loss)
 }
 
 int
+oomkit_losses_replay_differs(oomkit_call *call, PyObject *text, int noise)
+{
+    if (text == NULL || text == Py_None) {
+        return text == NULL ? -1 : 0;
+    }
+    if (noise || call->options->verify == OOMKIT_VERIFY_WARN) {
+        return oomkit_warn(call->st->OomkitWarning, 1,
+                           "oomkit: %U %U" SEE("replay-differs"), call->options->label,
+                           text);
+    }
+    return oomkit_give_up_for(
+        call,
+        PyUnicode_FromFormat("the backward() of %U's loss ran out of memory and is "
+                             "not retried: the step %U; the gradients are as before "
+                             "it" SEE("replay-differs"),
+                             call->options->label, text));
+}
+
+int
 oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
 {
     const oomkit_losses *l = &call->cut->losses;
@@ -466,12 +485,7 @@ oomkit_losses_replayed(oomkit_call *call, const oomkit_loss *loss, int noise)
     }
     text = PyObject_CallFunction(call->st->replay_differs, "ddddi", whole, l->made,
                                  l->scale, l->tolerance, noise);
-    if (text == NULL || text == Py_None) {
-        return text == NULL ? -1 : 0;
-    }
-    return oomkit_warn(call->st->OomkitWarning, 1,
-                       "oomkit: %U %U" SEE("replay-differs"), call->options->label,
-                       text);
+    return oomkit_losses_replay_differs(call, text, noise);
 }
 
 /* A micro-batch that has nothing of what the loss was found to be a mean over weighs 0,

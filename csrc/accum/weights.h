@@ -99,6 +99,11 @@ oomkit_losses_rows(struct oomkit_call *call, PyObject *result,
 int
 oomkit_losses_rows_judge(struct oomkit_call *call, int noise);
 
+/* What is to be said of losses of a replay (`text`, borrowed; None for nothing, NULL
+ * with an exception): OutOfMemory, or a warning where noise may explain it. 0 or -1. */
+int
+oomkit_losses_replay_differs(struct oomkit_call *call, PyObject *text, int noise);
+
 /* All of them are there: do they make the loss that the call had? Said if not; `noise`:
  * random numbers or batch statistics are in it. 0, or -1 (a warning that is an error).
  */

@@ -230,7 +230,9 @@ replay_start(oomkit_call *call, oomkit_deferred *p)
 static int
 replay_compare(oomkit_call *call, const oomkit_deferred *p, int drawn)
 {
-    int noise = drawn ? 1 : oomkit_buffers_norm(call, 0);
+    int noise = call->cut->count == 1 ? 0 /* the same numbers, the same rows */
+                : drawn               ? 1
+                                      : oomkit_buffers_norm(call, 0);
     PyObject *error; /* owned, given back */
 
     if (noise >= 0 && oomkit_losses_replayed(call, &p->value, noise) == 0) {

@@ -382,8 +382,8 @@ alike_left_out(const oomkit_plain *plain, Py_ssize_t node)
     return what == 0 || (what & OOMKIT_PLAIN_FLOWS) != 0;
 }
 
-static int
-alike_micro_ends(oomkit_call *call, PyObject *result)
+int
+oomkit_plain_alike_ends(oomkit_call *call, PyObject *result)
 {
     const oomkit_plain *plain = alike_marks(call);
     const int within = call->cut->at > 0 && call->cut->at < call->cut->count - 1;
@@ -421,8 +421,8 @@ alike_is(const oomkit_call *call, PyObject *key)
     return known < 0 ? -1 : alike_is_known(known);
 }
 
-static int
-alike_micro_begins(oomkit_call *call)
+int
+oomkit_plain_alike_begins(oomkit_call *call)
 {
     const oomkit_plain *plain = alike_marks(call);
     Py_ssize_t i;
@@ -485,6 +485,6 @@ oomkit_plain_settled(const oomkit_call *call)
     return STEAL(names);
 }
 
-const oomkit_rule oomkit_plain_alike_rule = {.micro_begins = alike_micro_begins,
-                                             .micro_ends = alike_micro_ends,
+const oomkit_rule oomkit_plain_alike_rule = {.micro_begins = oomkit_plain_alike_begins,
+                                             .micro_ends = oomkit_plain_alike_ends,
                                              .call_ends = alike_end};

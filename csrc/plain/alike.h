@@ -6,6 +6,13 @@
 
 extern const oomkit_rule oomkit_plain_alike_rule;
 
+/* What the rule does around a micro-batch, for runs without a graph, which tell no
+ * rule. 0 or -1. */
+int
+oomkit_plain_alike_begins(oomkit_call *call);
+int
+oomkit_plain_alike_ends(oomkit_call *call, PyObject *result);
+
 /* Has the first micro-batch changed a place that no proof has seen changed? It is to be
  * seen in one, once. 1, 0 or -1. */
 int

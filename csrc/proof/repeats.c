@@ -5,7 +5,6 @@
 #include "../accum/accum.h"
 #include "../call/call.h"
 #include "../call/step.h"
-#include "../deferred/deferred.h"
 #include "../engine/refused_sizes.h"
 #include "../ranks/agree.h"
 #include "../sizes/sizes.h"
@@ -108,6 +107,7 @@ repeats_runs(oomkit_call *call, PyObject **why)
     } else if (result < 0) {
         result = repeats_unknown(call, why);
     }
+    call->tries.restart = 0; /* its marks are those of whom it has found */
     oomkit_proof_loud(&p);
     if ((p.around != NULL && oomkit_proof_ask(&p, p.around, "put_back") < 0) |
         (oomkit_proof_back(&p) < 0)) { /* the first, where a run has failed */
@@ -115,7 +115,6 @@ repeats_runs(oomkit_call *call, PyObject **why)
         result = -1;
     }
     call->refused.raised = 0;
-    call->tries.restart = 0;
     oomkit_proof_clear(&p);
     oomkit_phase_set(call->st, phase);
     return result;

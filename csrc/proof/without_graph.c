@@ -65,7 +65,7 @@ verify_call(oomkit_proof *p, int64_t start, int64_t length, int part)
     }
     done = PyObject_CallMethod(call->cut->verification, "finish", "OOL", result,
                                loss ? loss : Py_None, (long long)length);
-    return done == NULL || oomkit_plain_alike_rule.micro_ends(call, result) < 0
+    return done == NULL || oomkit_plain_alike_ends(call, result) < 0
                ? -1
                : verify_result(p, result, length, part);
 }
@@ -87,14 +87,14 @@ verify_begin(oomkit_proof *p, const oomkit_slice *cut, int part)
     if (part > 0) {
         return oomkit_flags_restore(call) < 0 || oomkit_owners_again(call) < 0
                    ? -1
-                   : oomkit_plain_alike_rule.micro_begins(call);
+                   : oomkit_plain_alike_begins(call);
     }
     slices = oomkit_proof_slices(call->cut->slices, call->cut->count);
     done = slices == NULL ? NULL
                           : PyObject_CallMethod(p->judge, "start", "sO",
                                                 part < 0 ? "whole" : "parts", slices);
     return done == NULL || oomkit_savepoint_take(call) < 0 ||
-                   oomkit_plain_alike_rule.micro_begins(call) < 0
+                   oomkit_plain_alike_begins(call) < 0
                ? -1
                : oomkit_attempt_marks(call);
 }

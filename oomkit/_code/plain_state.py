@@ -428,13 +428,13 @@ class Places:
             inner = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
             if isinstance(inner, types.FunctionType):
                 self.enter(frame, inner, use, owner if isinstance(raw, classmethod) else None)
-        elif name in own_of(value):
-            self.called(frame, own_of(value)[name], use, None)
+        elif name in (own := own_of(value)) and not _is_of_call(own[name]):
+            self.called(frame, own[name], use, None)
         elif not isinstance(value, OWN_RULES):
             function = method_of(value, name)
             if function is not None:
                 self.enter(frame, function, use, owner, frame)
-            elif name not in own_of(value):
+            else:
                 self.object_method(frame, whole(type(value)), name, use)
 
     def called(self, frame: Frame, value: Any, use: Use, spot: Spot | None) -> None:
@@ -586,6 +586,11 @@ def _has_method(value: Any, name: str) -> bool:
     if isinstance(value, (torch.Tensor, *CONTAINERS)) or is_stream(value):
         return found is not None  # what it does is known by its name
     return isinstance(found, (types.FunctionType, classmethod, staticmethod))
+
+
+def _is_of_call(value: object) -> bool:
+    """Put in the place of a method for the time of a call."""
+    return type(value).__module__ == "oomkit._C" and type(value).__name__ == "_Interceptor"
 
 
 def _is_foreign_code(function: types.FunctionType, library: str) -> bool:

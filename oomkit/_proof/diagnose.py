@@ -114,7 +114,7 @@ def replay_differs(
         return None  # micro-batches without a finite loss where the call had one are said
     return (
         f"ran again in micro-batches for its backward(), and their losses add up to {made:.6g} "
-        f"instead of {whole:.6g}, so the gradients are not those of that call. Either something "
+        f"instead of {whole:.6g}, so their gradients are not those of that call. Either something "
         "that the step reads has changed since (a global, an attribute), or the loss couples the "
         "samples of a batch, or it is not a mean over them (see reduction= and weight= of "
         "auto_batch)"

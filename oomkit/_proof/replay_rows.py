@@ -46,7 +46,7 @@ class ReplayRows:
         return (
             "ran again in micro-batches for its backward(), and one of their rows differs by "
             f"{self._apart:.2g} from what the call had returned (the largest value is "
-            f"{largest:.6g}), so the gradients are not those of that call. Either something "
+            f"{largest:.6g}), so their gradients are not those of that call. Either something "
             "that the step reads has changed since (a global, an attribute), or the step "
             "couples the samples of a batch"
         )

@@ -244,19 +244,28 @@ def test_an_argument_that_keeps_its_loss_is_replayed(kind: str) -> None:
     assert close(grads(model), plain())
 
 
-def test_what_the_step_reads_has_changed() -> None:
+@pytest.mark.parametrize("verify", [True, "warn"])
+def test_what_the_step_reads_has_changed(verify: bool | str) -> None:
     """Nothing tells of a global that moved but the loss: the replay makes another one."""
     model, x, y = world()
     factor = {"value": 1.0}
-    step = oomkit.auto_batch(lambda x, y: loss_of(model)(x, y) * factor["value"])
-    loss = step(x, y)
+    said = "omething that the step reads has changed"
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss_of(model)(x, y) * factor["value"]
+
+    loss = oomkit.auto_batch(compute, verify=verify)(x, y)
     factor["value"] = 2.0
-    with pytest.warns(oomkit.OomkitWarning, match="omething that the step reads has changed"):
-        with inject_oom(nth=4, phase="backward"):
-            loss.backward()
+    with inject_oom(nth=4, phase="backward"):
+        if verify == "warn":
+            with pytest.warns(oomkit.OomkitWarning, match=said):
+                loss.backward()
+        else:
+            with pytest.raises(oomkit.OutOfMemory, match=said):
+                loss.backward()
+            assert all(p.grad is None for p in model.parameters())
     model.zero_grad()
-    step = oomkit.auto_batch(lambda x, y: loss_of(model)(x, y) * factor["value"])
-    loss = step(x, y)
+    loss = oomkit.auto_batch(compute, verify="warn")(x, y)
     factor["value"] = 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("error", oomkit.OomkitWarning)
@@ -265,7 +274,7 @@ def test_what_the_step_reads_has_changed() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_loss_that_couples_the_samples_is_said_in_its_replay() -> None:
+def test_a_loss_that_couples_the_samples_is_refused_in_its_replay() -> None:
     model, x, _ = world()
 
     def contrast(x: torch.Tensor) -> torch.Tensor:
@@ -273,9 +282,12 @@ def test_a_loss_that_couples_the_samples_is_said_in_its_replay() -> None:
         return F.cross_entropy(h @ h.T, torch.arange(len(x)))
 
     loss = oomkit.auto_batch(contrast)(x)
-    with pytest.warns(oomkit.OomkitWarning, match="the loss couples the samples"):
-        with inject_oom(nth=4, phase="backward"):
-            loss.backward()
+    with (
+        inject_oom(nth=4, phase="backward"),
+        pytest.raises(oomkit.OutOfMemory, match="the loss couples the samples"),
+    ):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
     loss = oomkit.auto_batch(contrast, verify=False)(x)
     with inject_oom(nth=4, phase="backward"):
         loss.backward()
