@@ -6,6 +6,7 @@
 #include "../call/call.h"
 #include "../call/step.h"
 #include "../engine/refused_sizes.h"
+#include "../hook/hook.h"
 #include "../ranks/agree.h"
 #include "../sizes/sizes.h"
 
@@ -45,7 +46,8 @@ repeats_compare(oomkit_proof *p, PyObject **text)
     const oomkit_slice whole = {p->start, p->length};
     OWNED PyObject *held = NULL;
 
-    if (oomkit_proof_aside(p) < 0 || oomkit_proof_judge(p) < 0) {
+    if (oomkit_intercept_schedulers(p->call) < 0 || oomkit_proof_aside(p) < 0 ||
+        oomkit_proof_judge(p) < 0) {
         return -1;
     }
     held = PyObject_CallMethod(p->around, "hold", NULL);

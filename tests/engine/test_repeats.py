@@ -8,11 +8,13 @@ import itertools
 import queue
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers.seen import Seen
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import oomkit
 from oomkit.testing import inject_oom
@@ -128,6 +130,41 @@ def test_what_goes_back_is_trained(kind: str, failing: int, phase: str, nth: int
         else:
             assert step(x) == losses[i]
     torch.testing.assert_close(program.weights(), plain.weights(), rtol=0, atol=0)
+
+
+class Scheduled(Program):
+    """A scheduler and an average of the weights move at the end of the step."""
+
+    def __init__(self) -> None:
+        super().__init__("count")
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.average = AveragedModel(self.model)
+
+    def step(self, x: torch.Tensor) -> float:
+        loss = super().step(x)
+        self.scheduler.step()
+        self.average.update_parameters(self.model)
+        return loss
+
+    def weights(self) -> list[torch.Tensor]:
+        rate = torch.tensor(self.optimizer.param_groups[0]["lr"])
+        averages = [p.detach().clone() for p in self.average.parameters()]
+        return [rate, *averages, *super().weights()]
+
+
+@pytest.mark.parametrize(("phase", "nth"), PLACES)
+@pytest.mark.parametrize("failing", range(CALLS))
+def test_what_moves_at_its_end_moves_once(failing: int, phase: str, nth: int) -> None:
+    plain, program, batches = Scheduled(), Scheduled(), _batches()
+    torch.manual_seed(SEED)
+    losses = [plain.step(x) for x in batches]
+    step = oomkit.auto_batch(program.step)
+    torch.manual_seed(SEED)
+    for i, x in enumerate(batches):
+        with inject_oom(nth=nth, phase=phase) if i == failing else nullcontext():
+            assert step(x) == losses[i]
+    torch.testing.assert_close(program.weights(), plain.weights(), rtol=0, atol=0)
+    assert program.scheduler.last_epoch == CALLS and program.average.n_averaged == CALLS
 
 
 @pytest.mark.parametrize("times", [1, 2])
