@@ -208,7 +208,7 @@ oomkit_unknown_check(oomkit_call *call, PyObject *result)
             name == NULL) {
             return -1;
         }
-        return oomkit_refuse_split(
+        return oomkit_refuse_step(
             call,
             "%U contributes to the loss, is created again in each micro-batch, and is "
             "kept afterwards%s. Create it before the decorated step, or do not keep "

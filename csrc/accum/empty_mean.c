@@ -71,7 +71,7 @@ nothing_end(oomkit_call *call)
     if (mode < 0 || oomkit_grad_mode_back(call->st, mode, finite) != 1) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         call,
         "the loss of micro-batch %lld of %lld (%lld rows) is nan although its "
         "gradients are finite, as for a mean over no elements. Either the step cuts "
@@ -80,7 +80,6 @@ nothing_end(oomkit_call *call)
         "(pass weight=)" SEE("empty-micro-batch"),
         (long long)(call->cut->at + 1), (long long)call->cut->count,
         (long long)call->cut->slices[call->cut->at].length);
-    return oomkit_split_alone(call);
 }
 
 /* A weight of 0 runs nothing: a mean over nothing is NaN, which times 0 would still be

@@ -112,7 +112,7 @@ hooks_say(oomkit_call *call, PyObject *name)
         return -1;
     }
     if (call->options->hooks_error) {
-        return oomkit_refuse_split(
+        return oomkit_refuse_step(
             call,
             "%U has a gradient hook (hooks=\"error\"). Move what the hook does into "
             "the step, after backward(), or pass hooks=\"warn\" if the hook is linear "

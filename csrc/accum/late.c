@@ -95,7 +95,7 @@ adopt_refuse(oomkit_call *call, PyObject *leaf, const char *why)
     if (name == NULL) {
         return -1;
     }
-    return oomkit_refuse_split(
+    return oomkit_refuse_step(
         call,
         "%U contributes to the loss, but was not found in the arguments, self, closure "
         "or globals of the step, and %s; pass model=... and optimizer=... to "

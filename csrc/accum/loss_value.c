@@ -510,7 +510,7 @@ losses_left_out(oomkit_call *call, PyObject *root)
     if (value == 0.0 || !isfinite(value)) {
         return 0;
     }
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         call,
         "micro-batch %lld of %lld (%lld rows) has nothing of what the loss is a mean "
         "over, and its loss is not 0, as for a sum that is divided by n.clamp(eps). "
@@ -518,7 +518,6 @@ losses_left_out(oomkit_call *call, PyObject *root)
             "empty-micro-batch"),
         (long long)(at + 1), (long long)call->cut->count,
         (long long)call->cut->slices[at].length);
-    return oomkit_split_alone(call);
 }
 
 int

@@ -19,7 +19,7 @@ moved_slots(oomkit_call *call)
     if (changed <= 0) {
         return changed;
     }
-    return oomkit_refuse_split(
+    return oomkit_refuse_step(
         call,
         "the step replaces parameter %R of a module in micro-batch %lld of %lld. "
         "Replace it outside the decorated step" SEE("parameters-changed"),
@@ -35,7 +35,7 @@ moved_schedulers(oomkit_call *call)
     if (moved <= 0) {
         return moved;
     }
-    return oomkit_refuse_split(
+    return oomkit_refuse_step(
         call,
         "%s.step() ran in micro-batch %lld of %lld, because oomkit could not delay it "
         "to the end of the batch. Call it as scheduler.step(), or after the decorated "
@@ -326,13 +326,12 @@ moved_micro_ends(oomkit_call *call, PyObject *result)
     if (name == NULL) {
         return -1;
     }
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         call,
         "%U was changed in micro-batch %lld of %lld by something other than a known "
         "optimizer. Pass the optimizer as optimizer=..., or guard the line with `if "
         "oomkit.current().is_last:`" SEE("parameters-changed"),
         name, (long long)(call->cut->at + 1), (long long)call->cut->count);
-    return oomkit_split_alone(call);
 }
 
 const oomkit_rule oomkit_moved_early_rule = {.attempt_begins = moved_attempt_begins,

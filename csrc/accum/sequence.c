@@ -44,7 +44,7 @@ sequence_differs(oomkit_call *call, PyObject *here, PyObject *there)
     if (end == NULL) {
         return -1;
     }
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         call,
         "its micro-batches run different code: micro-batch %lld of %lld reached %S "
         "where the first one reached %S. Make the decision from oomkit.current() (`if "
@@ -52,7 +52,6 @@ sequence_differs(oomkit_call *call, PyObject *here, PyObject *there)
             "micro-batches-differ"),
         (long long)(call->cut->at + 1), (long long)call->cut->count,
         here == NULL ? end : here, there == NULL ? end : there);
-    return oomkit_split_alone(call);
 }
 
 /* Notes an event of the present micro-batch; `target` NULL is a backward. */
@@ -123,13 +122,12 @@ sequence_skipped(oomkit_call *call)
         updates |= first->events[i].target != NULL;
     }
     if (!call->training && call->tries.may_hold) {
-        oomkit_refuse_split(
+        return oomkit_refuse_split(
             call,
             "it calls backward() with the whole batch, but not with any of its %lld "
             "micro-batches. If the step skips small batches, pass min_micro_batch= to "
             "auto_batch" SEE("micro-batches-differ"),
             (long long)call->cut->count);
-        return oomkit_split_alone(call);
     }
     if (!call->training && step->whole.seen && !step->whole.without_backward) {
         what = "backward()";

@@ -151,14 +151,13 @@ effects_say(oomkit_call *call, PyObject *answer)
     warning = PyTuple_GET_ITEM(answer, 1);
     beside = PyTuple_GET_ITEM(answer, 2);
     if (refusal != Py_None) {
-        oomkit_refuse_split(
+        return oomkit_refuse_split(
             call,
             "%U was changed in micro-batch %lld of %lld by the step itself, outside "
             "the forward of a module. Move the line into the module's forward (and "
             "call the module, not its forward), or guard it with `if "
             "oomkit.current().is_last:`" SEE("side-effects"),
             refusal, (long long)(call->cut->at + 1), (long long)call->cut->count);
-        return oomkit_split_alone(call);
     }
     if (beside != Py_None &&
         oomkit_warn(

@@ -97,7 +97,7 @@ stray_refuse(oomkit_call *call)
     if (name == NULL) {
         return -1;
     }
-    return oomkit_refuse_split(
+    return oomkit_refuse_step(
         call,
         "the gradient of %U was set in micro-batch %lld of %lld by hand, or by a "
         "backward that bypasses torch.autograd. Call backward() on the loss "
@@ -211,7 +211,7 @@ stray_backward_ends(oomkit_call *call, const oomkit_backward *backward)
         return 0;
     }
     return told == NULL ? -1
-                        : oomkit_refuse_split(
+                        : oomkit_refuse_step(
                               call,
                               "its backward has left %U, for the rows of one "
                               "micro-batch; oomkit adds up .grad alone, so an update "

@@ -118,7 +118,7 @@ meet_refuse(oomkit_call *call, PyObject *leaf)
     if (name == NULL) {
         return -1;
     }
-    return oomkit_refuse_split(
+    return oomkit_refuse_step(
         call,
         "%U contributes to the loss, but was not found in the arguments, self, closure "
         "or globals of the step; pass model=... and optimizer=... to auto_batch" SEE(
@@ -291,8 +291,8 @@ oomkit_unknown_optimizer_begins(PyObject *optimizer)
     if (call == NULL || oomkit_update_runs(call)) {
         return 0;
     }
-    if (call->split) {
-        return oomkit_refuse_split(
+    if (call->split || call->proof != NULL) {
+        return oomkit_refuse_step(
             call,
             "it steps an optimizer (%s) that was not found in the arguments, self, "
             "closure or globals of the step; pass optimizer=... to auto_batch" SEE(

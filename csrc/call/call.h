@@ -121,14 +121,18 @@ int
 oomkit_buffers_say_norm(oomkit_call *call);
 
 /* --- refuse.c --- */
-/* SplitError from inside the step, and no retry: the whole text, and what follows
- * "auto_batch cannot split this step: ". -1 always. */
-int
-oomkit_refuse(oomkit_call *call, const char *format, ...);
+/* SplitError from inside the step, and no retry. -1 always. The split alone is refused:
+ * all that the attempt has changed goes back, and the whole batch may run; the text is
+ * what follows "auto_batch cannot split this step: ". */
 int
 oomkit_refuse_split(oomkit_call *call, const char *format, ...);
-/* The split alone is what is refused: all that the attempt has changed goes back, and
- * the whole batch may run. -1 always. */
+/* The step itself is, however its batch is cut. */
+int
+oomkit_refuse_step(oomkit_call *call, const char *format, ...);
+/* The same with the whole text. */
+int
+oomkit_refuse(oomkit_call *call, const char *format, ...);
+/* The SplitError in flight is one of the split alone after all. */
 int
 oomkit_split_alone(oomkit_call *call);
 

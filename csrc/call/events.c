@@ -65,7 +65,9 @@ oomkit_tell_backward_nests(oomkit_call *call, const oomkit_backward *backward)
 int
 oomkit_tell_update_begins(oomkit_call *call, oomkit_update *update)
 {
-    OOMKIT_TELL(oomkit_rules_of(call), update_begins, call, update);
+    OOMKIT_TELL(call->split ? call->st->wiring->when_split
+                            : call->st->wiring->when_repeated,
+                update_begins, call, update);
 }
 
 int

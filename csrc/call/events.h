@@ -112,6 +112,9 @@ typedef struct oomkit_handlers {
 typedef struct oomkit_wiring {
     const oomkit_rule *const *when_whole; /* each list ends with NULL */
     const oomkit_rule *const *when_split;
+    /* who is told of updates that a whole call runs into which is only to be compared
+     */
+    const oomkit_rule *const *when_repeated;
     oomkit_handlers handlers; /* of when_whole: see oomkit_handlers_fill() */
     const oomkit_outside *outside;
     /* a backward that accumulates begins in a part of a loop. 0 or -1. */

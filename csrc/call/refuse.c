@@ -1,14 +1,31 @@
 /* What no size of micro-batch would change: an error that ends the call. */
 #include "call.h"
 
-/* SplitError; the attempt is not retried. */
+/* SplitError; the attempt is not retried. `alone`: it is the split alone that is
+ * refused. */
 static void
-refuse(oomkit_call *call, PyObject *text)
+refuse(oomkit_call *call, PyObject *text, int alone)
 {
     if (text != NULL) {
         PyErr_SetObject(call->st->SplitError, text);
     }
+    if (alone) {
+        Py_XSETREF(call->refused.split_alone, Py_XNewRef(text));
+    }
     call->refused.raised = 1;
+}
+
+/* The same of the step. */
+static void
+refuse_step(oomkit_call *call, const char *format, va_list values, int alone)
+{
+    OWNED PyObject *why = PyUnicode_FromFormatV(format, values);
+    OWNED PyObject *text =
+        why == NULL
+            ? NULL
+            : PyUnicode_FromFormat("auto_batch cannot split this step: %U", why);
+
+    refuse(call, text, alone);
 }
 
 int
@@ -20,7 +37,7 @@ oomkit_refuse(oomkit_call *call, const char *format, ...)
     va_start(values, format);
     text = PyUnicode_FromFormatV(format, values);
     va_end(values);
-    refuse(call, text);
+    refuse(call, text, 0);
     return -1;
 }
 
@@ -45,14 +62,20 @@ int
 oomkit_refuse_split(oomkit_call *call, const char *format, ...)
 {
     va_list values;
-    OWNED PyObject *why = NULL, *text = NULL;
 
     va_start(values, format);
-    why = PyUnicode_FromFormatV(format, values);
+    refuse_step(call, format, values, 1);
     va_end(values);
-    text = why == NULL
-               ? NULL
-               : PyUnicode_FromFormat("auto_batch cannot split this step: %U", why);
-    refuse(call, text);
+    return -1;
+}
+
+int
+oomkit_refuse_step(oomkit_call *call, const char *format, ...)
+{
+    va_list values;
+
+    va_start(values, format);
+    refuse_step(call, format, values, 0);
+    va_end(values);
     return -1;
 }

@@ -186,7 +186,7 @@ oomkit_refuse_graphs(oomkit_call *call)
 {
     int has = has_graphs(call);
 
-    return has > 0 ? oomkit_refuse_split(call, "%s" SEE("not-retried"), graphs_text)
+    return has > 0 ? oomkit_refuse_step(call, "%s" SEE("not-retried"), graphs_text)
                    : has;
 }
 

@@ -16,13 +16,12 @@
 static int
 returned_differs(oomkit_call *call)
 {
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         call,
         "its micro-batches return different kinds of results (a loss that needs "
         "backward() in one, none or one of another shape in micro-batch %lld of "
         "%lld)" SEE("micro-batches-differ"),
         (long long)(call->cut->at + 1), (long long)call->cut->count);
-    return oomkit_split_alone(call);
 }
 
 static int
@@ -33,11 +32,12 @@ returned_shape(oomkit_call *call, PyObject *loss)
     if (shape == NULL) {
         return -1;
     }
-    return oomkit_refuse(
+    oomkit_refuse(
         call,
         "auto_batch cannot split a step that returns a loss of shape %S for %lld rows: "
         "return a scalar, or one row per sample" SEE("loss-shape"),
         shape, (long long)call->cut->slices[call->cut->at].length);
+    return oomkit_split_alone(call);
 }
 
 /* tensor.numel(), or -1 with an exception. */
@@ -303,7 +303,7 @@ returned_inside(oomkit_call *call, PyObject *roots)
     const oomkit_deferred *p = oomkit_graph_waiting(call->st, roots, &failed);
 
     if (p != NULL) {
-        return oomkit_refuse_split(
+        return oomkit_refuse_step(
             call,
             "it runs backward() through a loss that another decorated call (%U) "
             "returned, once for each micro-batch; call that backward() outside, or "

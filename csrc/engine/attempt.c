@@ -249,7 +249,7 @@ oomkit_attempt_slices_run(oomkit_call *call, PyObject **result)
 
     /* of an attempt before */
     call->tries.by_step = call->tries.run_failed = call->tries.parked = 0;
-    if (call->split &&
+    if ((call->split || call->proof != NULL) &&
         (oomkit_intercept_split(call) < 0 || oomkit_attempt_marks(call) < 0)) {
         return -1;
     }

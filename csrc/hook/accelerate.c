@@ -24,7 +24,7 @@ oomkit_accelerator_counts(interceptor_object *self)
     if (what == NULL) {
         return call->cut->at == 0;
     }
-    return oomkit_refuse_split(
+    return oomkit_refuse_step(
         call, "accelerator.accumulate() is entered inside it, and %s" SEE("accelerate"),
         what);
 }

@@ -220,7 +220,7 @@ forwards_are_compiled(oomkit_call *call)
 static int
 forward_refuse(oomkit_call *call, const PyObject *module)
 {
-    return oomkit_refuse_split(
+    return oomkit_refuse_step(
         call,
         "a %s runs in it that was not found in the arguments, self, closure or globals "
         "of the step, and whose buffers may have been updated already; pass model=... "

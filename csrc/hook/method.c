@@ -529,7 +529,7 @@ oomkit_interceptor_call(PyObject *op, PyObject *const *args, size_t nargsf,
         (oomkit_undone_buffers_check(call) < 0 || oomkit_hooks_check(call) < 0)) {
         return NULL;
     }
-    if (call->split && !oomkit_update_runs(call)) {
+    if ((call->split || call->proof != NULL) && !oomkit_update_runs(call)) {
         update = (oomkit_update){
             self,    oomkit_interceptor_optimizer(self, args, nargsf, kwnames),
             args,    nargsf,

@@ -21,12 +21,11 @@ given_refuse(interceptor_object *self, PyObject *argument, const char *why)
     if (where == NULL) {
         return -1;
     }
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         self->call,
         "%s.step() at %U is given an argument of type %s, %s; compute it outside the "
         "decorated step" SEE("step-arguments"),
         Py_TYPE(self->target)->tp_name, where, Py_TYPE(argument)->tp_name, why);
-    return oomkit_split_alone(self->call);
 }
 
 /* One argument that is no number. 0, or -1 with SplitError. */

@@ -27,6 +27,10 @@ static const oomkit_rule *const when_whole[] = {
 _Static_assert(sizeof(when_whole) / sizeof(*when_whole) <= OOMKIT_HANDLERS,
                "there is room for them");
 
+/* Whose word is asked before an update of one that runs to see whether it does the same
+ * again: none is made. */
+static const oomkit_rule *const when_repeated[] = {&oomkit_proof_of_split_rule, NULL};
+
 static const oomkit_rule *const when_split[] = {
     &oomkit_sequence_rule, /* first: what others refuse is then known by its line */
     &oomkit_hyperparams_rule,
@@ -56,6 +60,7 @@ static const oomkit_rule *const when_split[] = {
 
 static oomkit_wiring wiring = {.when_whole = when_whole,
                                .when_split = when_split,
+                               .when_repeated = when_repeated,
                                .outside = &oomkit_backward_outside_calls,
                                .part_runs_backward = oomkit_chunks_backward_begins,
                                .part_call = oomkit_chunks_call,

@@ -136,12 +136,11 @@ metric_check(oomkit_call *call, PyObject *scheduler, PyObject *metric)
     if (why == NULL) {
         return 0;
     }
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         call,
         "%s.step() is called with the metric of one micro-batch, and %s; call it "
         "outside the step, with what the step returns" SEE("step-arguments"),
         Py_TYPE(scheduler)->tp_name, why);
-    return oomkit_split_alone(call);
 }
 
 /* Notes the arguments of a scheduler's call, held back or not. 0 or -1. */
@@ -264,13 +263,12 @@ oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *a
         }
         if (!may) {
             Py_CLEAR(*mean);
-            oomkit_refuse_split(
+            return oomkit_refuse_split(
                 call,
                 "%s.step() is called with a different argument in each micro-batch; "
                 "compute it outside the step, or guard the line that counts with `if "
                 "oomkit.current().is_last:`" SEE("step-arguments"),
                 Py_TYPE(scheduler)->tp_name);
-            return oomkit_split_alone(call);
         }
         *at = m->argument;
         *mean = metric_object(call->st, args[m->argument], value);

@@ -426,11 +426,10 @@ path_differs_again(oomkit_call *call)
                 "micro-batches-differ"),
             call->options->label);
     }
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         call, "it runs other code each time that it is started again, so its split "
               "cannot be verified. Make the decision outside the step" SEE(
                   "micro-batches-differ"));
-    return oomkit_split_alone(call);
 }
 
 /* The first micro-batch has changed a place that no proof has seen changed (a count of

@@ -44,6 +44,7 @@ typedef struct oomkit_proof {
     int own;                  /* these rows were cut as the call's own, no other way */
     int stands;               /* rows of a later call show what others have shown */
     int no_parts;             /* the step raises errors of its own on any part */
+    int unsplit;              /* runs are those of whole calls, but for their updates */
     int draw;                 /* the next run is to have other random numbers: which */
     PyObject *dealt;          /* owned: _proof.Dealt while micro-batches run, or NULL */
     oomkit_numbers numbers;   /* that the step draws */

@@ -46,11 +46,12 @@ repeats_compare(oomkit_proof *p, PyObject **text)
     const oomkit_slice whole = {p->start, p->length};
     OWNED PyObject *held = NULL;
 
+    p->unsplit = 1;
     if (oomkit_intercept_schedulers(p->call) < 0 || oomkit_proof_aside(p) < 0 ||
         oomkit_proof_judge(p) < 0) {
         return -1;
     }
-    held = PyObject_CallMethod(p->around, "hold", NULL);
+    held = PyObject_CallMethod(p->judge, "repeats", NULL);
     return held == NULL || oomkit_proof_whole(p) < 0
                ? -1
                : oomkit_proof_compare_with(p, &whole, 1, text);

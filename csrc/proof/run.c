@@ -453,7 +453,8 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (done == NULL || oomkit_cut_given(call, cut, count) < 0) {
         return -1;
     }
-    call->split = 1; /* one slice, too: held, weighed and counted as the others */
+    /* one slice, too: held, weighed and counted as the others */
+    call->split = !p->unsplit;
     call->tries.by_step = 0; /* of an attempt before */
     status = oomkit_savepoint_take(call);
     if (status == 0 && p->draw) {

@@ -55,13 +55,12 @@ terms_refuse(oomkit_call *call)
             "could not be verified" SEE("micro-batches-differ"),
             call->options->label);
     }
-    oomkit_refuse_split(
+    return oomkit_refuse_split(
         call, "its loss is multiplied or divided by a number that differs between "
               "micro-batches, which no proof of their rows explains: the step counts "
               "rows itself, or decides by a value of the loss. Pass weight= to "
               "auto_batch, or what is counted as an argument of the step" SEE(
                   "micro-batches-differ"));
-    return oomkit_split_alone(call);
 }
 
 /* New list of micro-batches, the oddest first, or NULL. */

@@ -398,7 +398,7 @@ ranks_micro_returns(oomkit_call *call, PyObject *result)
     }
     return wanted <= 0
                ? wanted
-               : oomkit_refuse_split(
+               : oomkit_refuse_step(
                      call,
                      "it returns its loss to a caller that runs backward(), which "
                      "several ranks cannot repeat; call backward() inside the step" SEE(

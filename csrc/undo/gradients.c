@@ -288,7 +288,7 @@ parked_refuse_changed(oomkit_call *call)
     name = oomkit_describe_tensor(call, call->parts->params[i]);
     return name == NULL
                ? -1
-               : oomkit_refuse_split(
+               : oomkit_refuse_step(
                      call,
                      "the gradient of %U was changed in place before the backward() of "
                      "micro-batch %lld of %lld, through a tensor that shares its "

@@ -172,7 +172,7 @@ undone_refuse(oomkit_call *call, const PyObject *module,
                 "undone-buffers"),
             call->options->label, key, kind, was);
     }
-    return oomkit_refuse_split(
+    return oomkit_refuse_step(
         call,
         "buffer %U of a %s was %s in the attempt that ran out of memory, but not in "
         "its "

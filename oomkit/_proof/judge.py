@@ -145,6 +145,13 @@ class Proof:
     def modules(self) -> list[torch.nn.Module]:
         return _C.modules_of(self._roots)
 
+    def repeats(self) -> None:
+        """The runs are those of whole calls, whose backwards nobody tells of. What the first one
+        leaves, and no roll-back of an attempt would find, is there in the second."""
+        self.around.hold()
+        if self._coarsest is not None:
+            self._note_loss(self._coarsest)
+
     def quiet(self, everything: bool) -> None:
         """Dropout and norms with running statistics into eval, or every module."""
         self.noise, self._chance = False, 0.0
