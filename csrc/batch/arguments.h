@@ -4,6 +4,9 @@
 
 #include "../tree/nodes.h"
 
+#define OOMKIT_BATCH_COUNTED 1   /* ... and has the rows that a whole call would note */
+#define OOMKIT_BATCH_UNCOUNTED 2 /* ... and counts as one row */
+
 /* The arguments of one call, taken apart before the function can change them. A batch
  * that is all zero is empty and may be released. */
 typedef struct oomkit_batch {
@@ -15,6 +18,7 @@ typedef struct oomkit_batch {
     int64_t rows;          /* B, or -1 before oomkit_batch_find has found it */
     int device_type, device_index; /* of the first tensor; CPU when there is none */
     int searched;
+    int kept_whole; /* it is not cut: OOMKIT_BATCH_* */
     int empty; /* set by oomkit_batch_find when it refuses a batch for having no rows */
     Py_ssize_t lead; /* node of the leaf that the record takes the rows from, or -1 */
     int views;       /* all rows are a view, too, and not the object itself */

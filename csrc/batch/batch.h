@@ -143,6 +143,11 @@ int
 oomkit_batch_find(oomkit_state *st, const oomkit_options *options,
                   const oomkit_batch_site *site, PyObject *names, oomkit_batch *batch);
 
+/* It cannot be found, or not be cut: every slice of it is the arguments as they are.
+ * Its rows are those that a whole call would have noted, or one. */
+void
+oomkit_batch_keep_whole(oomkit_batch *batch);
+
 /* `text` (stolen, may be NULL with an exception) with what comes nearest to a batch
  * among the arguments: a loader, an object that holds tensors. New reference or NULL.
  */

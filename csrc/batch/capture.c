@@ -290,11 +290,25 @@ int64_t
 oomkit_batch_rows(const oomkit_batch *batch)
 {
     if (batch->rows >= 0 && batch->searched) {
-        return batch->rows;
+        return batch->kept_whole == OOMKIT_BATCH_UNCOUNTED ? -1 : batch->rows;
     }
     return batch->lead < 0 || batch->lead >= batch->count
                ? -1
                : oomkit_node_lead_rows(&batch->nodes[batch->lead]);
+}
+
+void
+oomkit_batch_keep_whole(oomkit_batch *batch)
+{
+    const int64_t rows = oomkit_batch_rows(batch);
+    Py_ssize_t i;
+
+    for (i = 0; i < batch->count; i++) {
+        batch->nodes[i].split = OOMKIT_SPLIT_WHOLE;
+    }
+    batch->rows = rows > 0 ? rows : 1;
+    batch->kept_whole = rows > 0 ? OOMKIT_BATCH_COUNTED : OOMKIT_BATCH_UNCOUNTED;
+    batch->searched = 1;
 }
 
 uint64_t

@@ -49,8 +49,10 @@ void
 oomkit_call_record(const oomkit_call *call, oomkit_record *record)
 {
     int64_t rows =
-        call->batch.rows > 0 ? call->batch.rows : oomkit_batch_rows(&call->batch);
-    int64_t largest = oomkit_cut_largest(call, call->cut->count);
+        call->batch.rows > 0 && call->batch.kept_whole != OOMKIT_BATCH_UNCOUNTED
+            ? call->batch.rows
+            : oomkit_batch_rows(&call->batch);
+    int64_t largest = rows < 0 ? 0 : oomkit_cut_largest(call, call->cut->count);
 
     memset(record, 0, sizeof(*record));
     record->step = call->log.number;

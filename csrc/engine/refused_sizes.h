@@ -20,6 +20,13 @@ oomkit_split_is_refused(const oomkit_call *call, const PyObject *exception);
  * that attempt is planned; -1 with the exception to raise. Runs Python code. */
 int
 oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs);
+/* No batch is found in a whole call that has failed, or it cannot be cut, as the
+ * exception in flight says: it runs again as it is. As above. */
+int
+oomkit_split_impossible(oomkit_call *call);
+/* Is it that which runs now? */
+int
+oomkit_split_was_refused(const oomkit_call *call);
 /* That batch does not run, or no rung has room for it: the refusal is in flight, with a
  * note that says so: "the whole batch ", and `text` (stolen, may be NULL). 1, or 0
  * where there was none. */

@@ -4,6 +4,7 @@
  * refusal is the caller's. */
 #include "engine.h"
 #include "refused_sizes.h"
+#include "../batch/batch.h"
 #include "../ladder/ladder.h"
 #include "../optim/updating.h"
 #include "../plain/plain_state.h"
@@ -23,14 +24,11 @@ has_rungs(const oomkit_call *call)
 
 /* May a call go on whole after this error? Not where the split was asked for. */
 static int
-may_be_whole(const oomkit_call *call, const PyObject *exception)
+may_be_whole(const oomkit_call *call)
 {
-    return call->split && !call->cut->forced &&
-           call->options->accumulation_steps <= 1 && call->cut->unfit.refusal == NULL &&
-           !call->given.is_body && !oomkit_ranks_agreed(call) &&
-           !call->st->refusals_end && has_rungs(call) &&
-           PyObject_TypeCheck((PyObject *)exception,
-                              (PyTypeObject *)call->st->SplitError);
+    return !call->cut->forced && call->options->accumulation_steps <= 1 &&
+           call->cut->unfit.refusal == NULL && !call->given.is_body &&
+           !oomkit_ranks_agreed(call) && !call->st->refusals_end && has_rungs(call);
 }
 
 int
@@ -38,8 +36,10 @@ oomkit_split_is_refused(const oomkit_call *call, const PyObject *exception)
 {
     const PyObject *args; /* borrowed */
 
-    if (!call->refused.raised || call->refused.split_alone == NULL ||
-        !may_be_whole(call, exception)) {
+    if (!call->refused.raised || call->refused.split_alone == NULL || !call->split ||
+        !may_be_whole(call) ||
+        !PyObject_TypeCheck((PyObject *)exception,
+                            (PyTypeObject *)call->st->SplitError)) {
         return 0;
     }
     args = ((const PyBaseExceptionObject *)exception)->args;
@@ -83,30 +83,56 @@ whole_may_begin(oomkit_call *call, int runs, PyObject **why)
     return repeats == OOMKIT_REPEATS_UNKNOWN ? 0 : repeats;
 }
 
-/* The next attempt. 0 or -1. */
-static int
-whole_begins(oomkit_call *call)
+/* What it says without the report below. New reference or NULL. */
+static PyObject *
+refusal_line(PyObject *refusal)
 {
-    call->cut->reason = OOMKIT_REASON_REFUSED;
-    call->cut->plan = (oomkit_plan){.batch = call->batch.rows,
-                                    .accumulation = 1,
-                                    .multiple_of = 1,
-                                    .rung = call->cut->plan.rung};
-    return oomkit_begin_again(call);
+    OWNED PyObject *text = PyObject_Str(refusal);
+    Py_ssize_t end;
+
+    if (text == NULL) {
+        return NULL;
+    }
+    end = PyUnicode_FindChar(text, '\n', 0, PyUnicode_GET_LENGTH(text), 1);
+    return end < 0 ? (end == -2 ? NULL : STEAL(text))
+                   : PyUnicode_Substring(text, 0, end);
 }
 
 /* Once for each step. 0 or -1. */
 static int
 whole_said(oomkit_call *call)
 {
+    OWNED PyObject *line = NULL;
+
     if (call->step->whole_only_said) {
         return 0;
     }
     call->step->whole_only_said = 1;
-    return oomkit_say(call->st, "warning", "sOO",
-                      "%s runs with whole batches from now on, and with what they need "
-                      "in host memory where it does not fit: %s",
-                      call->options->label, call->cut->unfit.refusal);
+    line = refusal_line(call->cut->unfit.refusal);
+    return line == NULL
+               ? -1
+               : oomkit_say(
+                     call->st, "warning", "sOO",
+                     "%s runs with whole batches from now on, and with what they "
+                     "need in host memory where it does not fit: %s",
+                     call->options->label, line);
+}
+
+/* The next attempt: its plan, after `refusal` (stolen). 0 or -1. */
+static int
+whole_planned(oomkit_call *call, PyObject *refusal)
+{
+    call->cut->unfit.refusal = refusal; /* owned by the call from here on */
+    call->cut->unfit.count = 0;         /* no bound is to be learned */
+    call->log.outcome = 0;
+    call->tries.again = 1; /* this is the attempt of the whole batch again */
+    oomkit_unfit_bound(call, call->batch.rows, 0);
+    call->cut->reason = OOMKIT_REASON_REFUSED;
+    call->cut->plan = (oomkit_plan){.batch = call->batch.rows,
+                                    .accumulation = 1,
+                                    .multiple_of = 1,
+                                    .rung = call->cut->plan.rung};
+    return whole_said(call);
 }
 
 /* A note says what became of the whole batch: `text`, stolen, which may be NULL. Keeps
@@ -164,18 +190,48 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
         call->refused.raised = 1;
         return oomkit_recover_pass(call, exception);
     }
-    call->cut->unfit.refusal = exception; /* owned by the call from here on */
-    call->cut->unfit.count = 0;           /* no bound is to be learned */
-    call->log.outcome = 0;
-    call->tries.again = 1; /* this is the attempt of the whole batch again */
-    call->step->whole_only = may > 0;
-    oomkit_unfit_bound(call, call->batch.rows, 0);
-    return may < 0 || whole_said(call) < 0 || whole_begins(call) < 0
+    if (may < 0) {
+        KEEPING_EXCEPTION {
+            oomkit_exception_discard(call->st, exception);
+        }
+        return oomkit_own_failed(call, "the whole batch was to run again");
+    }
+    call->step->whole_only = 1;
+    return whole_planned(call, exception) < 0 || oomkit_begin_again(call) < 0
                ? oomkit_own_failed(call, "the whole batch was tried again")
                : 0;
 }
 
+int
+oomkit_split_impossible(oomkit_call *call)
+{
+    PyObject *refusal = oomkit_exception_take(); /* owned, given back or kept */
+
+    if (!may_be_whole(call) || call->cut->slices != NULL || call->tries.keeps_made ||
+        (!PyErr_GivenExceptionMatches(refusal, call->st->SplitError) &&
+         !PyErr_GivenExceptionMatches(refusal, call->st->OutOfMemory))) {
+        oomkit_exception_give(refusal);
+        return -1;
+    }
+    oomkit_batch_keep_whole(&call->batch);
+    if (oomkit_batch_check(call->st, &call->batch, call->batch.names) < 0) {
+        oomkit_error_dismiss(); /* it has changed: the first error tells more */
+        oomkit_exception_give(refusal);
+        return -1;
+    }
+    call->step->whole_only = 1;
+    return whole_planned(call, refusal) < 0 || oomkit_cut_planned(call) < 0
+               ? -1
+               : oomkit_replan_say(call, call->batch.rows, 1);
+}
+
 /* --- where no rung is left --- */
+
+int
+oomkit_split_was_refused(const oomkit_call *call)
+{
+    return call->cut->unfit.refusal != NULL;
+}
 
 int
 oomkit_split_refusal_stands(oomkit_call *call, PyObject *text)

@@ -344,6 +344,15 @@ replan_climb(oomkit_call *call, oomkit_keep keep)
     return oomkit_cut_planned(call);
 }
 
+/* What keeps its batch from being cut is the error now. 1 or -1. */
+static int
+replan_uncut(oomkit_call *call)
+{
+    call->batch.searched = call->batch.kept_whole = 0;
+    call->batch.rows = -1;
+    return oomkit_recover_batch(call) < 0 ? -1 : 1;
+}
+
 int
 oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
               int64_t failed_count)
@@ -365,7 +374,9 @@ oomkit_replan(oomkit_call *call, oomkit_keep keep, int64_t failed_rows,
     if (status > 0 && call->step->whole_only && call->cut->unfit.refusal == NULL) {
         /* Its split was refused in an earlier call: perhaps it is not in this one. */
         call->step->whole_only = 0;
-        status = replan_next(call, keep, failed_rows, failed_count);
+        status = call->batch.kept_whole
+                     ? replan_uncut(call)
+                     : replan_next(call, keep, failed_rows, failed_count);
     }
     if (status > 0 && failed_in_update(call)) { /* no size was too large */
         oomkit_signature_forget(call);
@@ -378,9 +389,11 @@ oomkit_replan_failed(oomkit_call *call, oomkit_keep keep, uint64_t baseline_byte
 {
     int64_t rows, count = call->cut->slices == NULL ? 1 : call->cut->count;
 
-    if (oomkit_recover_reclaim(call, baseline_bytes) < 0 ||
-        oomkit_recover_batch(call) < 0) {
+    if (oomkit_recover_reclaim(call, baseline_bytes) < 0) {
         return -1;
+    }
+    if (oomkit_recover_batch(call) < 0) {
+        return keep ? -1 : oomkit_split_impossible(call);
     }
     rows = call->cut->slices == NULL
                ? call->batch.rows

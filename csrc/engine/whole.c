@@ -105,6 +105,12 @@ plan_of_others(oomkit_call *call)
     int found = oomkit_batch_find(call->st, call->options, call->step->batch_site,
                                   call->step->names, &call->batch);
 
+    if (call->step->whole_only && !oomkit_ranks_agreed(call) &&
+        (found == 0 || (found < 0 && PyErr_ExceptionMatches(call->st->SplitError)))) {
+        PyErr_Clear(); /* as it is, on the rung that earlier calls have come to */
+        oomkit_batch_keep_whole(&call->batch);
+        return 1;
+    }
     if (found < 0 && !oomkit_ranks_agreed(call) &&
         PyErr_ExceptionMatches(call->st->SplitError)) {
         PyErr_Clear(); /* said again if it must be */

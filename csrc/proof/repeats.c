@@ -164,8 +164,12 @@ oomkit_repeats_before_retry(oomkit_call *call)
         return 0;
     }
     repeats = oomkit_proof_repeats(call, !only_evaluates(call), &why);
-    if (repeats != 0) {
-        return repeats > 0 ? 0 : -1;
+    if (repeats == 1 ||
+        (repeats == OOMKIT_REPEATS_UNKNOWN && !oomkit_split_was_refused(call))) {
+        return 0;
+    }
+    if (repeats < 0) {
+        return -1;
     }
     return oomkit_split_refusal_stands(
                call, PyUnicode_FromFormat("was not run instead: %U", why))

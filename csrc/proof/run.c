@@ -453,9 +453,8 @@ oomkit_proof_run(oomkit_proof *p, const char *name, const oomkit_slice *cut,
     if (done == NULL || oomkit_cut_given(call, cut, count) < 0) {
         return -1;
     }
-    /* one slice, too: held, weighed and counted as the others */
-    call->split = !p->unsplit;
-    call->tries.by_step = 0; /* of an attempt before */
+    call->split = !p->unsplit; /* one slice, too: held and weighed as the others */
+    call->tries.by_step = 0;   /* of an attempt before */
     status = oomkit_savepoint_take(call);
     if (status == 0 && p->draw) {
         status = run_draw(p);

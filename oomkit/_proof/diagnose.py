@@ -21,6 +21,11 @@ _HALF = 2e-2
 _ACCELERATOR = 1e-3
 _SINGLE = 2e-5
 _DOUBLE = 1e-9
+# What the order of summation explains in a gradient, relative to its norm, by what rounding
+# explains in the loss (tolerance()): a sum of n terms in another order differs by at most n eps of
+# the sum of their absolute values, by sqrt(n) eps in practice (Higham, Accuracy and Stability of
+# Numerical Algorithms, section 4.2).
+GRADIENT = {_DOUBLE: 1e-9, _SINGLE: 2e-4, _ACCELERATOR: 5e-3, _HALF: 5e-2}
 _NOISE = 0.2  # dropout masks and batch statistics differ between a slice and its halves
 _CANCELS = 1e-3  # rows of size 1 that cancel to less than this leave mostly rounding
 _ROUNDING = 0.02  # a whole that cancels to less than this is compared with nothing

@@ -18,7 +18,7 @@ from .._code.module_buffers import is_compiling
 from . import values
 from .around import Around
 from .dealt import Dealt
-from .diagnose import Verification, advice, looks_like, tolerance
+from .diagnose import GRADIENT, Verification, advice, looks_like, tolerance
 from .draws import Draws
 from .graphs.bounds import bounds, of_the_batch, order_rows
 from .graphs.flows import Flows, hooks
@@ -54,11 +54,6 @@ from .weights import (
 
 __all__ = ["Proof"]
 
-# What the order of summation explains in a gradient, relative to its norm: a sum of n terms
-# in another order differs by at most n eps of the sum of their absolute values, by sqrt(n) eps
-# in practice (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). By what
-# rounding explains in the loss, see _diagnose.tolerance.
-_GRADIENT = {1e-9: 1e-9, 2e-5: 2e-4, 1e-3: 5e-3, 2e-2: 5e-2}
 # A gradient that cancels to nothing (the bias of a key in attention) is rounding of what the
 # others are made of.
 _CANCELS = 0.02
@@ -109,7 +104,7 @@ class Proof:
         self.draws = Draws()
         self.around = Around(params, step, self._roots)
         self._runs: dict[str, Run] = {}
-        self._now = ""
+        self._now = self._made = ""
         self._base = "whole"  # the run that others are compared with
         self._cut: Cut = []
         self._limit = self._loss_limit = 0.0
@@ -119,7 +114,6 @@ class Proof:
         self._raw = False
         self.noise = False
         self._worst: tuple[float, str] = (0.0, "")
-        self._made = ""
         self._chance = 0.0  # what random numbers alone change, relative, and some more
         self._added: dict[int, float] = {}  # norms of what was added to gradients, by parameter
         self._by_chance: list[dict[str, Any]] = []  # results of the whole with other numbers
@@ -146,8 +140,7 @@ class Proof:
         return _C.modules_of(self._roots)
 
     def repeats(self) -> None:
-        """The runs are those of whole calls, whose backwards nobody tells of. What the first one
-        leaves, and no roll-back of an attempt would find, is there in the second."""
+        """Runs are those of whole calls, whose backwards nobody tells of: see Around.hold()."""
         self.around.hold()
         if self._coarsest is not None:
             self._note_loss(self._coarsest)
@@ -226,7 +219,7 @@ class Proof:
         both = (t for t in (tensor, self._coarsest) if t is not None)
         rounding = max(tolerance(t, self.around.is_full) for t in both)
         self._loss_limit = max(self._loss_limit, rounding)
-        self._limit = max(self._limit, _GRADIENT[rounding])
+        self._limit = max(self._limit, GRADIENT[rounding])
 
     def swept(self, gradients: list[torch.Tensor | None]) -> None:
         """A backward of the last micro-batch has ended: gradients as it leaves them, before the
@@ -258,7 +251,7 @@ class Proof:
     def exactly(self) -> bool:
         """What comes now is to be compared without autocast. Whether it can be."""
         single = all(p.dtype in values.WIDE for p in self._params if p.is_floating_point())
-        if self._limit < _GRADIENT[_HALF] or not single or self.noise or is_compiling():
+        if self._limit < GRADIENT[_HALF] or not single or self.noise or is_compiling():
             return False
         self._cast = self._limit, self._loss_limit
         self._limit = self._loss_limit = 0.0

@@ -264,6 +264,7 @@ RUNS = [
 
 @IGNORE
 @pytest.mark.parametrize(("name", "how"), RUNS)
+@pytest.mark.refusals
 def test_refused_and_nothing_changed(name: str, how: str) -> None:
     case = CASES[name]
     w = World()

@@ -10,6 +10,7 @@ from oomkit import testing
 
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.refusals
 def test_samples_that_are_lists_of_two_things(count: int, kind: type) -> None:
     """The first thing of each happens to be as long as a sample has parts."""
     weight = torch.ones((), requires_grad=True)

@@ -90,6 +90,7 @@ def test_the_message_names_the_argument_and_what_to_do(kind):
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("injected", [True, False])
+@pytest.mark.refusals
 def test_nothing_has_changed_when_it_is_raised(kind, injected):
     args, _ = REFUSED[kind]
     model = nn.BatchNorm1d(2)
@@ -268,6 +269,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize("kind", NEAR)
+@pytest.mark.refusals
 def test_no_batch_names_what_comes_nearest(kind):
     make, message = NEAR[kind]
     ran = []
@@ -291,6 +293,7 @@ def test_the_splitter_that_is_proposed_works():
     assert torch.equal(step(Known(4, x=x[:4])), x[:4] * 2)
 
 
+@pytest.mark.refusals
 def test_no_batch_at_all_is_fine_until_memory_runs_out():
     step = oomkit.auto_batch(lambda: torch.rand(3))
     assert step().shape == (3,)

@@ -297,6 +297,7 @@ def test_what_is_no_parameter_beside_star_args_is_said_by_the_call() -> None:
         step(X, X)
 
 
+@pytest.mark.refusals
 def test_a_batch_that_is_bound_already_is_no_argument() -> None:
     step = oomkit.auto_batch(functools.partial(_second, x=X), label="closed")
     assert torch.equal(step(3.0), X * 3)

@@ -267,6 +267,7 @@ def test_no_loss_at_all() -> None:
     )
 
 
+@pytest.mark.refusals
 def test_no_batch_is_fine_until_an_oom_comes() -> None:
     model = nn.Linear(3, 2)
     step = oomkit.auto_batch(lambda: model(torch.ones(4, 3)), label="closed")

@@ -85,6 +85,7 @@ def test_the_rest_goes_back(form: str, stuck: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["step", "returned"])
+@pytest.mark.refusals
 def test_gradients_that_were_set_aside_are_named_by_any_error(form: str) -> None:
     """The batch cannot be cut, which is found when they hold its contribution already."""
     torch.manual_seed(SEED)

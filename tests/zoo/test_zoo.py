@@ -71,6 +71,7 @@ def test_a_difference_of_any_kind_is_found() -> None:
     assert found.failures and all("after call 0: " in failure for failure in found.failures)
 
 
+@pytest.mark.refusals
 def test_a_refusal_that_is_not_stated_is_found_and_one_that_is_stated_but_does_not_come() -> None:
     def odd(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         batch = rows(dtype)
