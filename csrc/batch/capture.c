@@ -290,7 +290,7 @@ int64_t
 oomkit_batch_rows(const oomkit_batch *batch)
 {
     if (batch->rows >= 0 && batch->searched) {
-        return batch->kept_whole == OOMKIT_BATCH_UNCOUNTED ? -1 : batch->rows;
+        return batch->rows;
     }
     return batch->lead < 0 || batch->lead >= batch->count
                ? -1

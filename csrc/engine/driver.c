@@ -48,10 +48,9 @@ oomkit_call_lost(oomkit_call *call)
 void
 oomkit_call_record(const oomkit_call *call, oomkit_record *record)
 {
-    int64_t rows =
-        call->batch.rows > 0 && call->batch.kept_whole != OOMKIT_BATCH_UNCOUNTED
-            ? call->batch.rows
-            : oomkit_batch_rows(&call->batch);
+    int64_t rows = call->batch.kept_whole == OOMKIT_BATCH_UNCOUNTED ? -1
+                   : call->batch.rows > 0 ? call->batch.rows
+                                          : oomkit_batch_rows(&call->batch);
     int64_t largest = rows < 0 ? 0 : oomkit_cut_largest(call, call->cut->count);
 
     memset(record, 0, sizeof(*record));

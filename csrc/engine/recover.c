@@ -25,10 +25,10 @@ oomkit_recover_note(oomkit_call *call, PyObject *exception)
     memset(attempt, 0, sizeof(*attempt));
     oomkit_exception_describe(call->st, exception, &attempt->requested_bytes,
                               &attempt->message, &attempt->location);
-    attempt->micro_batch_size =
-        call->cut->slices == NULL || call->batch.kept_whole == OOMKIT_BATCH_UNCOUNTED
-            ? oomkit_batch_rows(&call->batch)
-            : call->cut->slices[call->cut->at].length;
+    attempt->micro_batch_size = call->batch.kept_whole == OOMKIT_BATCH_UNCOUNTED ? -1
+                                : call->cut->slices == NULL
+                                    ? oomkit_batch_rows(&call->batch)
+                                    : call->cut->slices[call->cut->at].length;
     attempt->accumulation_steps = call->cut->slices == NULL ? 1 : call->cut->count;
     attempt->rung =
         call->cut->plan.rung > 0 ? oomkit_rung_name((int)call->cut->plan.rung) : NULL;

@@ -398,7 +398,9 @@ oomkit_replan_failed(oomkit_call *call, oomkit_keep keep, uint64_t baseline_byte
     rows = call->cut->slices == NULL
                ? call->batch.rows
                : call->cut->slices[keep ? call->cut->at : 0].length;
-    call->tries.items[call->tries.count - 1].micro_batch_size = rows;
+    if (call->batch.kept_whole != OOMKIT_BATCH_UNCOUNTED) {
+        call->tries.items[call->tries.count - 1].micro_batch_size = rows;
+    }
     return oomkit_replan(call, keep, rows, count);
 }
 
