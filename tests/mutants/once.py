@@ -477,11 +477,36 @@ MUTANTS = [
         "any-refusal-is-of-the-split-alone",
         "the whole batch runs where all that the refused attempt has changed goes back",
         "csrc/engine/refused_splits.c",
-        "    if (!call->refused.raised || call->refused.split_alone == NULL ||\n"
-        "        !may_be_whole(call, exception)) {\n        return 0;\n    }\n",
-        "    if (call->refused.raised) {\n        return may_be_whole(call, exception);\n    }\n",
+        "    if (!call->refused.raised || call->refused.split_alone == NULL || !call->split ||",
+        "    if (call->refused.raised && call->split && may_be_whole(call)) {\n        return 1;\n"
+        "    }\n    if (!call->refused.raised || call->refused.split_alone == NULL || !call->split ||",
         ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
+    ),
+    Mutant(
+        "repeated-runs-are-split",
+        "a whole call that is compared with itself runs as a whole call does",
+        "csrc/proof/repeats.c",
+        "    p->unsplit = 1;",
+        "    p->unsplit = 0;",
+        ("engine/test_whole_kinds.py::test_it_is_the_undisturbed_training",),
+    ),
+    Mutant(
+        "what-cannot-be-cut-is-an-error",
+        "a batch that is not found, or cannot be cut, runs whole after a failure",
+        "csrc/engine/replan.c",
+        "keep ? -1 : oomkit_split_impossible(call)",
+        "-1",
+        ("engine/test_whole_kinds.py::test_it_is_the_undisturbed_training",),
+    ),
+    Mutant(
+        "what-cannot-be-cut-fails-each-time",
+        "later calls with a batch that cannot be cut begin on the rung of the last one",
+        "csrc/engine/whole.c",
+        "    if (call->step->whole_only && !oomkit_ranks_agreed(call) &&",
+        "    if (0 && !oomkit_ranks_agreed(call) &&",
+        ("engine/test_whole_kinds.py::"
+         "test_one_that_does_not_fit_trains_on_a_rung_and_is_refused_where_none_has_room",),
     ),
     Mutant(
         "asked-splits-run-whole",
