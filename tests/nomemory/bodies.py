@@ -233,6 +233,37 @@ def _contrasting(oomkit: Any, torch: Any) -> Callable[[], Any]:
     return use
 
 
+def _uncut(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    """Two networks in turn on a batch that is not among the arguments, which runs again whole."""
+    from oomkit.testing import inject_oom
+
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.25)
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.n, self.one, self.two = 0, copy.deepcopy(model), copy.deepcopy(model)
+            self.batch = torch.arange(24.0).reshape(8, 3) / 24
+
+        def step(self) -> None:
+            self.n += 1
+            self.one.zero_grad()
+            self.one(self.batch).pow(2).mean().backward()
+            self.two.zero_grad()
+            self.two(self.batch * self.n).pow(2).mean().backward()
+
+    def use() -> Any:
+        trainer = Trainer()
+        with inject_oom(nth=2, phase="backward"):
+            oomkit.auto_batch(trainer.step)()
+        nets = (trainer.one, trainer.two)
+        return [trainer.n, *(p.grad.tolist() for net in nets for p in net.parameters())]
+
+    return use
+
+
 def _averaging(oomkit: Any, torch: Any) -> Callable[[], Any]:
     """A split step with a count, and averages of the weights in tensors and in a module."""
     from oomkit.testing import inject_oom
@@ -304,6 +335,7 @@ PLAIN = {
     "a healthy call": _whole,
     "averaging": _averaging,
     "contrasting": _contrasting,
+    "uncut": _uncut,
     "loops": _looping,
     "sizes in a checkpoint": checkpoint,
     "trials": trials,
@@ -315,6 +347,7 @@ RARER = {
     "a healthy call": 3,
     "averaging": 3,
     "contrasting": 3,
+    "uncut": 3,
     "loops": 2,
     "trials": 3,
 }
