@@ -144,8 +144,9 @@ oomkit_batch_find(oomkit_state *st, const oomkit_options *options,
                   const oomkit_batch_site *site, PyObject *names, oomkit_batch *batch);
 
 /* It cannot be found, or not be cut: every slice of it is the arguments as they are.
- * Its rows are those that a whole call would have noted, or one. */
-void
+ * Its rows are those that a whole call would have noted, or one. 1; 0 where something
+ * may change in it that oomkit_batch_check() would not see; -1. */
+int
 oomkit_batch_keep_whole(oomkit_batch *batch);
 
 /* `text` (stolen, may be NULL with an exception) with what comes nearest to a batch

@@ -248,7 +248,7 @@ oomkit_batch_capture(oomkit_state *st, const oomkit_options *options,
     batch->device_type = -1;
     batch->device_index = -1;
     batch->names = names;
-    batch->searched = batch->aliases = 0;
+    batch->searched = batch->aliases = batch->kept_whole = 0;
     batch->sizes = 0;
     batch->lead = -1;
     batch->saved = NULL;
@@ -295,20 +295,6 @@ oomkit_batch_rows(const oomkit_batch *batch)
     return batch->lead < 0 || batch->lead >= batch->count
                ? -1
                : oomkit_node_lead_rows(&batch->nodes[batch->lead]);
-}
-
-void
-oomkit_batch_keep_whole(oomkit_batch *batch)
-{
-    const int64_t rows = oomkit_batch_rows(batch);
-    Py_ssize_t i;
-
-    for (i = 0; i < batch->count; i++) {
-        batch->nodes[i].split = OOMKIT_SPLIT_WHOLE;
-    }
-    batch->rows = rows > 0 ? rows : 1;
-    batch->kept_whole = rows > 0 ? OOMKIT_BATCH_COUNTED : OOMKIT_BATCH_UNCOUNTED;
-    batch->searched = 1;
 }
 
 uint64_t

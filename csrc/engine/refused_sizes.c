@@ -80,6 +80,19 @@ unfit_is_splits(oomkit_call *call, PyObject *exception)
     return committed < 0 ? -1 : !committed && call->refused.why == NULL;
 }
 
+/* No size would help. It may come of gradients that are set aside all the same (`.grad`
+ * is None there), or of a graph that the micro-batch before has freed: the whole batch
+ * tells. What that raises as well is the step's own. */
+static int
+unfit_may_be_whole(const oomkit_call *call, PyObject *exception)
+{
+    return call->split && !call->refused.raised && call->tries.by_step &&
+           ((PyBaseExceptionObject *)exception)->traceback != NULL &&
+           (unfit_type(call->st, exception) ||
+            PyObject_TypeCheck(exception, (PyTypeObject *)PyExc_AttributeError)) &&
+           unfit_is_planned(call);
+}
+
 /* --- bounds --- */
 
 /* The next bound to try after an error with `rows` rows. 1, or 0 when none is left. */
@@ -267,7 +280,9 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
             call->given.func); /* the step's own error is the one to see */
     }
     if (is_splits <= 0) {
-        return oomkit_recover_pass(call, exception);
+        return is_splits == 0 && unfit_may_be_whole(call, exception)
+                   ? oomkit_split_refused(call, exception, 1)
+                   : oomkit_recover_pass(call, exception);
     }
     if (oomkit_unfit_undo(call, exception) < 0) {
         return -1;

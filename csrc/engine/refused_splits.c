@@ -159,7 +159,8 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
 {
     OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
     OWNED PyObject *why = NULL;
-    int may = has_moved(call) == 0;
+    const int own = PyErr_GivenExceptionMatches(exception, call->st->OomkitError);
+    int may = may_be_whole(call) && has_moved(call) == 0;
 
     if (PyErr_Occurred()) {
         oomkit_error_unraised(call->given.func); /* the refusal is the one to see */
@@ -185,9 +186,11 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
         may = why == NULL ? -1 : 0;
     }
     if (may == 0) { /* the refusal stands */
-        refusal_explain(call, exception,
-                        PyUnicode_FromFormat("was not run instead: %U", why));
-        call->refused.raised = 1;
+        if (own) {  /* what the step raises needs no explanation */
+            refusal_explain(call, exception,
+                            PyUnicode_FromFormat("was not run instead: %U", why));
+        }
+        call->refused.raised = own;
         return oomkit_recover_pass(call, exception);
     }
     if (may < 0) {
@@ -202,22 +205,35 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
                : 0;
 }
 
+/* What was caught, in place of what is in flight. -1 always. */
+static int
+refusal_instead(oomkit_call *call, PyObject *refusal)
+{
+    PyObject *error = oomkit_exception_take(); /* owned, then discarded */
+
+    refusal_explain(call, refusal,
+                    PyUnicode_FromFormat("was not run instead: %S", error));
+    oomkit_exception_discard(call->st, error);
+    oomkit_exception_give(refusal);
+    return -1;
+}
+
 int
 oomkit_split_impossible(oomkit_call *call)
 {
     PyObject *refusal = oomkit_exception_take(); /* owned, given back or kept */
+    int may = may_be_whole(call) && call->cut->slices == NULL &&
+              !call->tries.keeps_made &&
+              (PyErr_GivenExceptionMatches(refusal, call->st->SplitError) ||
+               PyErr_GivenExceptionMatches(refusal, call->st->OutOfMemory));
 
-    if (!may_be_whole(call) || call->cut->slices != NULL || call->tries.keeps_made ||
-        (!PyErr_GivenExceptionMatches(refusal, call->st->SplitError) &&
-         !PyErr_GivenExceptionMatches(refusal, call->st->OutOfMemory))) {
+    may = may ? oomkit_batch_keep_whole(&call->batch) : 0;
+    if (may == 0) {
         oomkit_exception_give(refusal);
         return -1;
     }
-    oomkit_batch_keep_whole(&call->batch);
-    if (oomkit_batch_check(call->st, &call->batch, call->batch.names) < 0) {
-        oomkit_error_dismiss(); /* it has changed: the first error tells more */
-        oomkit_exception_give(refusal);
-        return -1;
+    if (may < 0 || oomkit_batch_check(call->st, &call->batch, call->batch.names) < 0) {
+        return refusal_instead(call, refusal);
     }
     call->step->whole_only = 1;
     return whole_planned(call, refusal) < 0 || oomkit_cut_planned(call) < 0

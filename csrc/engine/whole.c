@@ -108,8 +108,7 @@ plan_of_others(oomkit_call *call)
     if (call->step->whole_only && !oomkit_ranks_agreed(call) &&
         (found == 0 || (found < 0 && PyErr_ExceptionMatches(call->st->SplitError)))) {
         PyErr_Clear(); /* as it is, on the rung that earlier calls have come to */
-        oomkit_batch_keep_whole(&call->batch);
-        return 1;
+        return oomkit_batch_keep_whole(&call->batch);
     }
     if (found < 0 && !oomkit_ranks_agreed(call) &&
         PyErr_ExceptionMatches(call->st->SplitError)) {

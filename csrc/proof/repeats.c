@@ -57,7 +57,7 @@ repeats_compare(oomkit_proof *p, PyObject **text)
                : oomkit_proof_compare_with(p, &whole, 1, text);
 }
 
-/* Nothing but values of the result differ: a time that was taken. 1, 0 or -1. */
+/* Nothing but floats in the result differ: a time that was taken. 1, 0 or -1. */
 static int
 repeats_but_for_results(const oomkit_proof *p)
 {
@@ -80,7 +80,7 @@ repeats_unknown(oomkit_call *call, PyObject **why)
     }
     exception = oomkit_exception_take();
     *why = PyUnicode_FromFormat(
-        "it could not be shown that it does the same when it runs again: %S",
+        "it could not be shown that it does the same when it runs again (%S)",
         exception);
     oomkit_exception_discard(call->st, exception);
     return *why == NULL ? -1 : OOMKIT_REPEATS_UNKNOWN;
@@ -102,9 +102,11 @@ repeats_runs(oomkit_call *call, PyObject **why)
     if (result == 0) {
         *why = PyUnicode_FromFormat(
             "it does not do the same when it runs again: %U. Something that it changes "
-            "is not put back after a failure, and stays as the failed attempt has left "
-            "it. Change it outside of the step, or in attributes and items that the "
-            "step's own code stores to",
+            "is not put back, neither after a failure nor after the runs that showed "
+            "this. "
+            "Change it outside of the step, or in attributes and items that the step's "
+            "own "
+            "code stores to",
             text);
         result = *why == NULL ? -1 : 0;
     } else if (result < 0) {

@@ -111,8 +111,7 @@ class Proof:
         # A loss in double precision may be one of a model in single precision.
         real = (p for p in params if p.is_floating_point())
         self._coarsest = max(real, key=tolerance, default=None)
-        self._raw = False
-        self.noise = False
+        self._raw = self.noise = self._repeats = False
         self._worst: tuple[float, str] = (0.0, "")
         self._chance = 0.0  # what random numbers alone change, relative, and some more
         self._added: dict[int, float] = {}  # norms of what was added to gradients, by parameter
@@ -142,6 +141,7 @@ class Proof:
     def repeats(self) -> None:
         """Runs are those of whole calls, whose backwards nobody tells of: see Around.hold()."""
         self.around.hold()
+        self._repeats = True
         if self._coarsest is not None:
             self._note_loss(self._coarsest)
 
@@ -324,7 +324,7 @@ class Proof:
         run.weights.append(weight)
         run.is_sum = is_sum
         leaves = values.kept_leaves(result)
-        if self._now.startswith("whole"):
+        if self._now.startswith("whole") or self._repeats:
             run.results = leaves
         run.each.append(leaves)
         self.draws.end_slice()
@@ -570,7 +570,7 @@ class Proof:
                 continue  # a time, say: the whole step does not give it twice
             if self.noise and gap <= _FARTHER * chance:
                 continue
-            self.volatile = self.volatile and again is None
+            self.volatile &= again is None and (not self._repeats or isinstance(one, float))
             what = values.shown(two, one) if gap < math.inf else values.shapes(two, one)
             self._fail(gap, f"{place} of the joined parts is {what}")
 

@@ -99,6 +99,15 @@ class Program:
         with torch.no_grad():
             return self.model(x).square().mean().item()
 
+    def norm_by_hand(self, x: torch.Tensor) -> float:
+        """Between micro-batches `.grad` is None."""
+        self.runs.append(len(x))
+        self.first.zero_grad()
+        self.model(x).square().mean().backward()
+        norms = [p.grad.norm().item() for p in self.model.parameters()]  # type: ignore[union-attr]
+        self.first.step()
+        return sum(norms)
+
     # what cannot be found, or not be cut
 
     def graph(self, data: Graph) -> float:
@@ -153,7 +162,7 @@ def _calls(kind: str, program: Program, called: Callable[..., float]) -> Iterato
             yield lambda x=x, rest=rest: called(x, *rest)
 
 
-SPLIT = ("gan", "sharpness_aware", "adversarial", "looks_behind_its_update")
+SPLIT = ("gan", "sharpness_aware", "adversarial", "looks_behind_its_update", "norm_by_hand")
 UNCUT = ("graph", "on_self", "sizes_disagree")
 PLACES = [("forward", 1), ("forward", 3), ("backward", 1), ("backward", 4)]
 
@@ -205,6 +214,27 @@ def test_a_step_that_does_not_repeat_is_refused(kind: str) -> None:
         decorated(batch)
     notes = "".join(getattr(caught.value, "__notes__", ()))
     assert "whole batch was not run instead: it does not do the same when" in notes
+    torch.testing.assert_close(program.state(), before, rtol=0, atol=0)
+
+
+def test_an_error_of_the_step_itself_passes() -> None:
+    """Where the whole batch raises it, too."""
+    program, (x,) = Program(), [_rows(torch.Generator().manual_seed(SEED))]
+
+    class Diverged(AttributeError):
+        pass
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> None:
+        program.first.zero_grad()
+        program.model(x).square().mean().backward()
+        raise Diverged("the loss is not finite")
+
+    before = program.state()
+    with inject_oom(nth=1, phase="backward"), pytest.raises(Diverged) as caught:
+        step(x)
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert "raised in micro-batch 1 of 2" in notes and "whole batch" not in notes
     torch.testing.assert_close(program.state(), before, rtol=0, atol=0)
 
 
