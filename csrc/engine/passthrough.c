@@ -219,11 +219,11 @@ pass_note(oomkit_call *call, PyObject *exception, int parked)
     }
     if (result == 0 && call->cut->unfit.refusal != NULL && !call->split) {
         result = pass_add_note(
-            exception,
-            PyUnicode_FromFormat(
-                "oomkit: raised with the whole batch, which ran once "
-                "more because its split was refused (%S)" SEE("whole-batches"),
-                call->cut->unfit.refusal));
+            exception, PyUnicode_FromFormat(
+                           "oomkit: raised with the whole batch, which ran once "
+                           "more because its split was refused or failed (%S)" SEE(
+                               "whole-batches"),
+                           call->cut->unfit.refusal));
     }
     if (call->cut->slices == NULL) {
         return result;

@@ -47,6 +47,15 @@ oomkit_split_is_refused(const oomkit_call *call, const PyObject *exception)
            PyTuple_GET_ITEM(args, 0) == call->refused.split_alone;
 }
 
+/* Has an argument a graph, through which a backward may have gone? 1, 0 or -1. */
+static int
+has_graph(oomkit_call *call)
+{
+    const Py_ssize_t which = oomkit_node_with_graph(call->st, &call->batch);
+
+    return which < 0 ? -1 : which < call->batch.count;
+}
+
 /* Has something moved for good, or was it made and stays? 1, 0 or -1. */
 static int
 has_moved(oomkit_call *call)
@@ -54,9 +63,10 @@ has_moved(oomkit_call *call)
     const int committed = oomkit_recover_committed(call);
 
     return committed < 0 ? -1
-                         : committed || call->refused.why != NULL ||
-                               call->refused.hooked != NULL || call->tries.keeps_made ||
-                               oomkit_tell_failure_remains(call) != NULL;
+           : committed || call->refused.why != NULL || call->refused.hooked != NULL ||
+                   call->tries.keeps_made || oomkit_tell_failure_remains(call) != NULL
+               ? 1
+               : has_graph(call);
 }
 
 /* --- the whole batch --- */
@@ -160,6 +170,7 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
     OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
     OWNED PyObject *why = NULL;
     const int own = PyErr_GivenExceptionMatches(exception, call->st->OomkitError);
+    const int64_t at = call->cut->at;
     int may = may_be_whole(call) && has_moved(call) == 0;
 
     if (PyErr_Occurred()) {
@@ -191,6 +202,7 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs)
                             PyUnicode_FromFormat("was not run instead: %U", why));
         }
         call->refused.raised = own;
+        call->cut->at = at; /* where it was raised */
         return oomkit_recover_pass(call, exception);
     }
     if (may < 0) {
@@ -227,7 +239,8 @@ oomkit_split_impossible(oomkit_call *call)
               (PyErr_GivenExceptionMatches(refusal, call->st->SplitError) ||
                PyErr_GivenExceptionMatches(refusal, call->st->OutOfMemory));
 
-    may = may ? oomkit_batch_keep_whole(&call->batch) : 0;
+    may = may ? has_graph(call) : 1; /* not, where it has */
+    may = may == 0 ? oomkit_batch_keep_whole(&call->batch) : may < 0 ? -1 : 0;
     if (may == 0) {
         oomkit_exception_give(refusal);
         return -1;

@@ -206,6 +206,7 @@ def test_gradient_set_by_hand_in_a_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["shown", "hidden"])
+@pytest.mark.refusals
 def test_manual_update_is_not_applied_twice(shown: bool) -> None:
     """SGD by hand, OOM half-way through the parameters. Where the code shows it all goes back;
     a micro-batch then finds no gradient, which is withheld. Else the error says what stays."""

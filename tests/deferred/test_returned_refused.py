@@ -158,6 +158,7 @@ def test_the_object_is_gone() -> None:
     _refused(model, loss.backward, "keep it until backward")
 
 
+@pytest.mark.refusals
 def test_no_batch() -> None:
     model, x, y = world()
     loss = oomkit.auto_batch(lambda: F.cross_entropy(model(x), y))()

@@ -9,6 +9,7 @@ import queue
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -272,6 +273,32 @@ def test_the_loss_of_a_call_that_runs_again_for_its_backward_is_compared(kind: s
     assert "not those of that call" in str(caught.value) or TWICE in str(caught.value)
     assert all(p.grad is None for p in program.model.parameters())
     torch.testing.assert_close(program.weights(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("kind", STAYS)
+def test_a_loss_that_is_returned_is_compared_as_it_is(kind: str, nth: int) -> None:
+    program, (x,) = Program(kind), _batches(1)
+    with inject_oom(nth=nth), pytest.raises(oomkit.OutOfMemory, match=TWICE):
+        oomkit.auto_batch(program.loss)(x)
+
+
+@pytest.mark.parametrize(("value", "same"), [(int, False), (torch.tensor, False), (float, True)])
+def test_returned_values_are_compared_but_for_floats(value: Any, same: bool) -> None:
+    """Which may be times."""
+    program, (x,), numbers = Program("count"), _batches(1), itertools.count(1)
+    hidden = {"next": numbers.__next__}
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> tuple[float, Any]:
+        return program.step(x), value(hidden["next"]())
+
+    with inject_oom(nth=1, phase="backward"):
+        if same:
+            step(x)
+        else:
+            with pytest.raises(oomkit.OutOfMemory, match=TWICE):
+                step(x)
 
 
 @pytest.mark.parametrize("kind", BACK)

@@ -320,6 +320,7 @@ def test_the_first_rows_of_an_evaluation_are_run_again() -> None:
     assert run.last()[-3:] == [2, 2, 2]
 
 
+@pytest.mark.refusals
 def test_after_an_error_in_the_first_split_a_call_begins_whole() -> None:
     """Memory may be there again; a size that has worked is not doubted."""
     run, seen = Run(4), Seen()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -108,6 +109,16 @@ class Program:
         self.first.step()
         return sum(norms)
 
+    def update_by_hand(self, x: torch.Tensor) -> float:
+        self.runs.append(len(x))
+        self.model.zero_grad()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p -= 0.1 * p.grad  # type: ignore[operator]
+        return loss.item()
+
     # what cannot be found, or not be cut
 
     def graph(self, data: Graph) -> float:
@@ -162,7 +173,14 @@ def _calls(kind: str, program: Program, called: Callable[..., float]) -> Iterato
             yield lambda x=x, rest=rest: called(x, *rest)
 
 
-SPLIT = ("gan", "sharpness_aware", "adversarial", "looks_behind_its_update", "norm_by_hand")
+SPLIT = (
+    "gan",
+    "sharpness_aware",
+    "adversarial",
+    "looks_behind_its_update",
+    "norm_by_hand",
+    "update_by_hand",
+)
 UNCUT = ("graph", "on_self", "sizes_disagree")
 PLACES = [("forward", 1), ("forward", 3), ("backward", 1), ("backward", 4)]
 
@@ -236,6 +254,81 @@ def test_an_error_of_the_step_itself_passes() -> None:
     notes = "".join(getattr(caught.value, "__notes__", ()))
     assert "raised in micro-batch 1 of 2" in notes and "whole batch" not in notes
     torch.testing.assert_close(program.state(), before, rtol=0, atol=0)
+
+
+def _popped(batch: dict[str, Any]) -> None:
+    batch.pop("weight", None)
+
+
+def _cleared(batch: dict[str, Any]) -> None:
+    batch["x"] = batch["x"].abs()
+
+
+def _nested(batch: dict[str, Any]) -> None:
+    batch["more"].clear()
+
+
+def _in_place(batch: dict[str, Any]) -> None:
+    batch["x"].abs_()
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, OrderedDict])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(_popped, "batch"), (_cleared, "batch"), (_nested, "batch"), (_in_place, "in place")],
+)
+def test_what_a_failed_attempt_has_changed_in_such_a_batch_is_named(
+    change: Callable[[Any], None], name: str, phase: str, kind: Any
+) -> None:
+    """Its containers are not made anew: the very arguments are passed again."""
+    program = Program()
+
+    @oomkit.auto_batch
+    def step(batch: Any) -> float:
+        weight = batch["weight"].mean() if "weight" in batch else 1.0
+        more = len(batch["more"])
+        change(batch)
+        return program._train(program.model(batch["x"]).square().mean() * weight + more)
+
+    generator = torch.Generator().manual_seed(SEED)
+    x, weight = _rows(generator), _rows(generator, ROWS + 2)
+    batch = kind({"x": x, "weight": weight, "more": [1.0, 2.0]})
+    before = program.state()
+    with inject_oom(nth=6, phase=phase), pytest.raises(oomkit.SplitError) as caught:
+        step(batch)
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert "was not run instead: auto_batch cannot repeat the step, because it changed" in notes
+    assert name in notes
+    torch.testing.assert_close(program.state(), before, rtol=0, atol=0)
+
+
+def test_a_batch_in_something_that_nobody_looks_into_is_refused() -> None:
+    program = Program()
+
+    @oomkit.auto_batch
+    def step(batches: Any) -> float:
+        return program._train(program.model(batches[0]).square().mean())
+
+    batches = deque([_rows(torch.Generator().manual_seed(SEED))])
+    with inject_oom(nth=1), pytest.raises(oomkit.SplitError, match="deque"):
+        step(batches)
+    assert len(batches) == 1
+
+
+def test_an_argument_with_a_graph_of_its_own_is_no_such_batch() -> None:
+    """A backward may have gone through it already."""
+    program, encoder = Program(), _net()
+    x = _rows(torch.Generator().manual_seed(SEED))
+
+    @oomkit.auto_batch
+    def step(h: torch.Tensor, y: torch.Tensor) -> float:
+        return program._train(F.mse_loss(program.model(h).flatten(), y))
+
+    hidden = encoder(x)
+    with inject_oom(nth=1, phase="backward"), pytest.raises(oomkit.OomkitError, match="flattened"):
+        step(hidden, x.flatten())
+    assert all(p.grad is None for p in encoder.parameters())
 
 
 @pytest.mark.parametrize("kind", UNCUT)

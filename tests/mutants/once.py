@@ -477,9 +477,9 @@ MUTANTS = [
         "any-refusal-is-of-the-split-alone",
         "the whole batch runs where all that the refused attempt has changed goes back",
         "csrc/engine/refused_splits.c",
-        "    if (!call->refused.raised || call->refused.split_alone == NULL || !call->split ||",
-        "    if (call->refused.raised && call->split && may_be_whole(call)) {\n        return 1;\n"
-        "    }\n    if (!call->refused.raised || call->refused.split_alone == NULL || !call->split ||",
+        "call->refused.split_alone == NULL || !call->split ||",
+        "!call->split) {\n        return 0;\n    }\n    if (may_be_whole(call)) {\n"
+        "        return 1;\n    }\n    if (",
         ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
     ),

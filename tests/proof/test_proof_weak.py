@@ -222,6 +222,7 @@ def test_what_cannot_be_compared_at_all_is_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.refusals
 def test_what_no_part_works_on_is_the_error() -> None:
     """It says more than that nothing could be compared."""
     model = nn.Linear(WIDTH, CLASSES).double()
