@@ -176,6 +176,7 @@ _fits = _C._bind(
         "parameter_writes": _writes.parameter_writes,
         "keepsake": _keepsake.keepsake,
         "silent_closure": _closures.silent_closure,
+        "has_step_hooks": _closures.has_step_hooks,
         "plain_places": _plain_state.places,
         "value_copies": _alike.copies,
         "same_copies": _alike.same,

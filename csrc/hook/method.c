@@ -96,6 +96,24 @@ interceptor_restore(oomkit_call *call, int index)
     return oomkit_grad_mode_back(call->st, mode, result);
 }
 
+/* Does a hook of the program's run before step()? It may have changed gradients, and
+ * would again. Keeps the exception in flight; 1 where that cannot be told. */
+static int
+interceptor_is_hooked(const interceptor_object *self)
+{
+    const oomkit_state *st = self->call->st;
+    int is = 1;
+
+    KEEPING_EXCEPTION {
+        OWNED PyObject *hooked = PyObject_CallOneArg(st->has_step_hooks, self->target);
+        is = hooked != Py_False;
+        if (hooked == NULL) {
+            oomkit_error_dismiss();
+        }
+    }
+    return is;
+}
+
 /* The OOM in flight came out of an optimizer's step(). NULL without an exception asks
  * for one retry of the call (nothing had moved); otherwise NULL with the exception to
  * raise. */
@@ -362,7 +380,8 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
         }
         call->tries.ooms++;
         oomkit_update_failed(call, self->target);
-        result = interceptor_after_oom(self, index, attempt == 0 && !closure);
+        result = interceptor_after_oom(
+            self, index, attempt == 0 && !closure && !interceptor_is_hooked(self));
         if (PyErr_Occurred()) {
             oomkit_update_broke_off(call, self->target);
             return NULL;

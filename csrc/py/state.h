@@ -333,6 +333,7 @@
     X(argument_problem) /* oomkit._engine.callables: a name of no parameter */         \
     X(weight_problem)   /* oomkit._engine.callables: why weight= cannot be called */   \
     X(silent_closure)   /* oomkit._engine.closures: refuses one that returns a loss */ \
+    X(has_step_hooks)   /* the same: has a hook of the program's before its step()? */ \
     X(names_sum)        /* oomkit._engine.callables: does its code name a sum? */      \
     X(keepsake) /* oomkit._engine.keepsake: what an optimizer keeps beside its state   \
                  */                                                                    \

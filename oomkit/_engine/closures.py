@@ -1,8 +1,11 @@
-"""Closures that are handed to an optimizer's ``step()`` in a split step."""
+"""What a program gives to an optimizer to run in its ``step()``: closures, and hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
 
 from .. import _C
 
@@ -24,3 +27,12 @@ def silent_closure(closure: Callable[[], object], name: str) -> Callable[[], Non
             )
 
     return checked
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether a hook of the program runs before its ``step()``, which may change gradients: a
+    second run would find what the first one has left."""
+    own = vars(optimizer).get("_optimizer_step_pre_hooks", {})
+    hooks = [*own.values(), *_optimizer._global_optimizer_pre_hooks.values()]
+    modules = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks)
+    return any(module.partition(".")[0] != "oomkit" for module in modules)

@@ -542,6 +542,14 @@ MUTANTS = [
         ("undo/test_flat_gradients.py::test_a_proof_leaves_them_in_the_flat_tensor",),
     ),
     Mutant(
+        "hooks-before-an-update-run-twice",
+        "an update with a hook before it that ran out of memory is not simply made again",
+        "csrc/hook/method.c",
+        "attempt == 0 && !closure && !interceptor_is_hooked(self)",
+        "attempt == 0 && !closure && interceptor_is_hooked(self) < 9",
+        ("optim/test_step_hooks.py::test_they_change_each_gradient_once",),
+    ),
+    Mutant(
         "rebound-arguments-lost",
         "an argument whose name is stored to in one branch is still what was given behind it",
         "oomkit/_code/uses.py",
