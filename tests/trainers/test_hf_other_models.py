@@ -39,6 +39,7 @@ def _halved(made: Any) -> Any:
     return protect(made, accumulation_steps=2)
 
 
+@pytest.mark.refusals
 def test_the_proof_of_a_trainer_that_is_gone_is_not_of_the_next() -> None:
     """Under a limit sizes of steps that are gone are used again, and their proofs."""
     budget = (oomkit.memory("cpu").allocated or 0) + 2**30

@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.refusals
 @pytest.mark.parametrize("name", CASES)
 def test_silent_errors(name: str) -> None:
     """Each differs with `auto_batch` alone, and not with `protect`."""
