@@ -102,11 +102,9 @@ repeats_runs(oomkit_call *call, PyObject **why)
     if (result == 0) {
         *why = PyUnicode_FromFormat(
             "it does not do the same when it runs again: %U. Something that it changes "
-            "is not put back, neither after a failure nor after the runs that showed "
-            "this. "
-            "Change it outside of the step, or in attributes and items that the step's "
-            "own "
-            "code stores to",
+            "is not put back, neither after a failure nor after these runs. Change it "
+            "outside of the step, or in attributes and items that the step's own code "
+            "stores to",
             text);
         result = *why == NULL ? -1 : 0;
     } else if (result < 0) {
@@ -114,10 +112,14 @@ repeats_runs(oomkit_call *call, PyObject **why)
     }
     call->tries.restart = 0; /* its marks are those of whom it has found */
     oomkit_proof_loud(&p);
-    if ((p.around != NULL && oomkit_proof_ask(&p, p.around, "put_back") < 0) |
-        (oomkit_proof_back(&p) < 0)) { /* the first, where a run has failed */
-        Py_CLEAR(*why);
+    if (p.around != NULL && oomkit_proof_ask(&p, p.around, "put_back") < 0) {
+        result = -1; /* where the second run has failed, the first is put back here */
+    }
+    if (oomkit_proof_back(&p) < 0) {
         result = -1;
+    }
+    if (result < 0) {
+        Py_CLEAR(*why);
     }
     call->refused.raised = 0;
     oomkit_proof_clear(&p);
