@@ -192,6 +192,42 @@ def test_the_steps_own_hold_on_the_exception_is_broken() -> None:
             gc.enable()
 
 
+@pytest.mark.parametrize("kind", ["one row", "in turn", "not found"])
+def test_whole_batches_that_run_again_leave_nothing(kind: str) -> None:
+    """With the two runs that show that they do the same, of a new step each time."""
+    one, two = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    x = torch.randn(1 if kind == "one row" else 4, 4)
+
+    def train(x: torch.Tensor) -> None:
+        one.zero_grad()
+        one(x).square().mean().backward()
+        if kind == "in turn":
+            two.zero_grad()
+            two(x).square().mean().backward()
+
+    def ooms(count: int) -> None:
+        for _ in range(count):
+            if kind == "not found":
+                step, given = oomkit.auto_batch(lambda: train(x)), ()
+            else:
+                step, given = oomkit.auto_batch(train), (x,)
+            with inject_oom(nth=2, phase="backward") as armed:
+                step(*given)
+            assert armed.fired == 1
+
+    ooms(20)
+    gc.collect()
+    gc.disable()
+    try:
+        bytes0, objects0 = _alive(), len(gc.get_objects())
+        ooms(400 if WHOLE else 60)
+        del_bytes, del_objects = _alive() - bytes0, len(gc.get_objects()) - objects0
+    finally:
+        gc.enable()
+    assert del_bytes == 0
+    assert abs(del_objects) <= 5
+
+
 @pytest.mark.parametrize("kind", ["whole", "rows", "split", "dropped"])
 def test_returned_losses_leave_nothing(kind: str) -> None:
     model = torch.nn.Linear(4, 3)
