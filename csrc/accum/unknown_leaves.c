@@ -322,13 +322,18 @@ oomkit_unknown_optimizer_ends(void)
 static int
 unknown_backward(oomkit_call *call, oomkit_backward *backward)
 {
-    return call->split ? oomkit_unknown_meet(call, backward->roots, 0) : 0;
+    /* Of a run that is compared no gradient may stay where nobody looks, either. */
+    return call->split || call->proof != NULL
+               ? oomkit_unknown_meet(call, backward->roots, 0)
+               : 0;
 }
 
 static int
 unknown_nested(oomkit_call *call, const oomkit_backward *backward)
 {
-    return call->split ? oomkit_unknown_meet(call, backward->roots, 1) : 0;
+    return call->split || call->proof != NULL
+               ? oomkit_unknown_meet(call, backward->roots, 1)
+               : 0;
 }
 
 static void

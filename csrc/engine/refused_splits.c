@@ -47,15 +47,6 @@ oomkit_split_is_refused(const oomkit_call *call, const PyObject *exception)
            PyTuple_GET_ITEM(args, 0) == call->refused.split_alone;
 }
 
-/* Has an argument a graph, through which a backward may have gone? 1, 0 or -1. */
-static int
-has_graph(oomkit_call *call)
-{
-    const Py_ssize_t which = oomkit_node_with_graph(call->st, &call->batch);
-
-    return which < 0 ? -1 : which < call->batch.count;
-}
-
 /* Has something moved for good, or was it made and stays? 1, 0 or -1. */
 static int
 has_moved(oomkit_call *call)
@@ -63,10 +54,9 @@ has_moved(oomkit_call *call)
     const int committed = oomkit_recover_committed(call);
 
     return committed < 0 ? -1
-           : committed || call->refused.why != NULL || call->refused.hooked != NULL ||
-                   call->tries.keeps_made || oomkit_tell_failure_remains(call) != NULL
-               ? 1
-               : has_graph(call);
+                         : committed || call->refused.why != NULL ||
+                               call->refused.hooked != NULL || call->tries.keeps_made ||
+                               oomkit_tell_failure_remains(call) != NULL;
 }
 
 /* --- the whole batch --- */
@@ -239,8 +229,7 @@ oomkit_split_impossible(oomkit_call *call)
               (PyErr_GivenExceptionMatches(refusal, call->st->SplitError) ||
                PyErr_GivenExceptionMatches(refusal, call->st->OutOfMemory));
 
-    may = may ? has_graph(call) : 1; /* not, where it has */
-    may = may == 0 ? oomkit_batch_keep_whole(&call->batch) : may < 0 ? -1 : 0;
+    may = may ? oomkit_batch_keep_whole(&call->batch) : 0;
     if (may == 0) {
         oomkit_exception_give(refusal);
         return -1;

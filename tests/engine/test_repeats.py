@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import queue
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -317,3 +317,37 @@ def test_it_runs_again_where_it_is_the_same(kind: str) -> None:
                 value.backward()
             each.optimizer.step()
     torch.testing.assert_close(program.weights(), plain.weights(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("phase", "nth"), [*PLACES, ("optimizer", 1)])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_gradient_that_nobody_looks_at_is_that_of_one_run(
+    rows: int, phase: str, nth: int
+) -> None:
+    """Of a layer that no name leads to, and that the step does not clear. Or it is an error, and
+    the gradient is as before."""
+
+    def made() -> tuple[Program, nn.Module, Callable[[torch.Tensor], float]]:
+        program, layer = Program("count"), nn.Linear(WIDTH, WIDTH).double()
+        hidden = {"a": {"b": {"c": deque([layer])}}}
+        return program, layer, lambda x: program.step(hidden["a"]["b"]["c"][0](x))
+
+    plain, program = made(), made()
+    step = oomkit.auto_batch(program[2])
+    for p, q in zip(program[1].parameters(), plain[1].parameters(), strict=True):
+        p.data.copy_(q.data)
+    first, second = _batches(2, rows)
+    torch.manual_seed(SEED)
+    plain[2](first), plain[2](second)
+    torch.manual_seed(SEED)
+    step(first)
+    before = [p.grad.clone() for p in program[1].parameters() if p.grad is not None]
+    try:
+        with inject_oom(nth=nth, phase=phase):
+            step(second)
+    except oomkit.OomkitError:
+        wanted = before
+    else:
+        wanted = [p.grad for p in plain[1].parameters() if p.grad is not None]
+    for p, grad in zip(program[1].parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-14)

@@ -232,8 +232,8 @@ MUTANTS = [
         "unknown-leaf-inside",
         "leaves that only a backward inside a backward leads to are met before it is split",
         "csrc/accum/unknown_leaves.c",
-        "    return call->split ? oomkit_unknown_meet(call, backward->roots, 1) : 0;",
-        "    return 0;",
+        "oomkit_unknown_meet(call, backward->roots, 1)",
+        "0",
         ("accum/test_strangers_nested.py::test_every_place_of_an_oom_is_exact_or_refused_by_name",),
     ),
     Mutant(
@@ -278,8 +278,8 @@ MUTANTS = [
         "a leaf that the search did not find is looked for in the graph before the first split "
         "backward",
         "csrc/accum/unknown_leaves.c",
-        "    return call->split ? oomkit_unknown_meet(call, backward->roots, 0) : 0;",
-        "    return 0;",
+        "oomkit_unknown_meet(call, backward->roots, 0)",
+        "0",
         ("accum/test_strangers.py::test_found_in_the_graph",),
     ),
     Mutant(
@@ -482,6 +482,15 @@ MUTANTS = [
         "        return 1;\n    }\n    if (",
         ("accum/test_strangers_nested.py::"
          "test_what_only_later_rows_lead_to_is_refused_once_the_whole_batch_has_run",),
+    ),
+    Mutant(
+        "compared-runs-leave-gradients-of-others",
+        "a run that is compared leaves no gradient where nobody looks",
+        "csrc/accum/unknown_leaves.c",
+        "    return call->split || call->proof != NULL\n"
+        "               ? oomkit_unknown_meet(call, backward->roots, 0)",
+        "    return call->split ? oomkit_unknown_meet(call, backward->roots, 0)",
+        ("engine/test_repeats.py::test_a_gradient_that_nobody_looks_at_is_that_of_one_run",),
     ),
     Mutant(
         "repeated-runs-are-split",
