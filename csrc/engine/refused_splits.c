@@ -47,6 +47,16 @@ oomkit_split_is_refused(const oomkit_call *call, const PyObject *exception)
            PyTuple_GET_ITEM(args, 0) == call->refused.split_alone;
 }
 
+/* Has an argument a graph, through which backwards of micro-batches may have gone? 1, 0
+ * or -1. */
+static int
+has_graph(oomkit_call *call)
+{
+    const Py_ssize_t which = oomkit_node_with_graph(call->st, &call->batch);
+
+    return which < 0 ? -1 : which < call->batch.count;
+}
+
 /* Has something moved for good, or was it made and stays? 1, 0 or -1. */
 static int
 has_moved(oomkit_call *call)
@@ -54,9 +64,10 @@ has_moved(oomkit_call *call)
     const int committed = oomkit_recover_committed(call);
 
     return committed < 0 ? -1
-                         : committed || call->refused.why != NULL ||
-                               call->refused.hooked != NULL || call->tries.keeps_made ||
-                               oomkit_tell_failure_remains(call) != NULL;
+           : committed || call->refused.why != NULL || call->refused.hooked != NULL ||
+                   call->tries.keeps_made || oomkit_tell_failure_remains(call) != NULL
+               ? 1
+               : has_graph(call);
 }
 
 /* --- the whole batch --- */
