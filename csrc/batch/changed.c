@@ -137,10 +137,13 @@ oomkit_batch_keep_whole(oomkit_batch *batch)
         closed = is_closed_container(&batch->nodes[i], kinds);
         batch->nodes[i].split = OOMKIT_SPLIT_WHOLE;
     }
+    if (closed != 0) { /* the batch stays what its search has made of it */
+        return closed < 0 ? -1 : 0;
+    }
     batch->rows = rows > 0 ? rows : 1;
     batch->kept_whole = rows > 0 ? OOMKIT_BATCH_COUNTED : OOMKIT_BATCH_UNCOUNTED;
     batch->searched = 1;
-    return closed < 0 ? -1 : !closed;
+    return 1;
 }
 
 /* The leaf() of the rules: what it is tells nothing here. */

@@ -316,6 +316,24 @@ def test_a_batch_in_something_that_nobody_looks_into_is_refused() -> None:
     assert len(batches) == 1
 
 
+def test_so_it_is_in_a_step_that_has_run_whole() -> None:
+    """A later call brings the container that nobody looks into, and takes from it."""
+    program, generator = Program(), torch.Generator().manual_seed(SEED)
+
+    @oomkit.auto_batch
+    def step(batch: Any) -> float:
+        x = batch.popleft() if isinstance(batch, deque) else batch["x"]
+        return program._train(program.model(x).square().mean())
+
+    first = {"x": _rows(generator), "weight": _rows(generator, ROWS + 2)}
+    with inject_oom(nth=1):
+        step(first)
+    before, rows = program.state(), [_rows(generator) for _ in range(2)]
+    with inject_oom(nth=1), pytest.raises(oomkit.OomkitError, match="deque"):
+        step(deque(rows))
+    torch.testing.assert_close(program.state(), before, rtol=0, atol=0)
+
+
 def test_an_argument_with_a_graph_of_its_own_is_no_such_batch() -> None:
     """A backward may have gone through it already."""
     program, encoder = Program(), _net()
