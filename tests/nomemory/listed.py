@@ -96,6 +96,9 @@ LISTED = [
         INNER + r" of libtorch_python\.so <",
         CRASH + r".*; in (?:(?! of _C\.| of _bridge\.)[^;])*? of libtorch_python\.so",
     ),
+    # python_hook.cpp: a tensor's hooks are called from PyDict_Values(), which has no memory for
+    # its list: torch asks NULL for its size. torch alone does it, with one hook and no oomkit.
+    Known("torch's hooks", r"^PyList_New < PyDict_Values < \? of libtorch_python\.so", CRASH),
     # The same where torch's own handler of signals crashed in its turn and named no function.
     Known(
         "torch's casts",

@@ -131,6 +131,7 @@ HANDLER = "PyLong_FromLong < _PyEval_EvalFrameDefault"
 SAID = "SIGSEGV: Fatal Python error: Segmentation fault; in"
 NODE = "PyDict_New < ? of libtorch_python.so < ? of _C.cpython-311.so < _PyEval_EvalFrameDefault"
 OURS_FIRST = "PyDict_New < ? of _C.cpython-311.so < ? of libtorch_python.so < _PyEval_EvalFrame"
+HOOKS = "PyList_New < PyDict_Values < ? of libtorch_python.so < ? of libtorch_cpu.so < f"
 FRAMES = "f(int) of libtorch_python.so <- CPython <- <unknown function> of _C.cpython-311.so"
 
 
@@ -148,6 +149,8 @@ FRAMES = "f(int) of libtorch_python.so <- CPython <- <unknown function> of _C.cp
         (f"{SAID} {FRAMES}", NODE, "torch's casts"),
         (f"{SAID} {FRAMES}", HANDLER, ""),
         (f"{SAID} CPython <- {FRAMES}", NODE, "torch's casts"),
+        ("SIGABRT: Fatal Python error: Segmentation fault", HOOKS, "torch's hooks"),
+        ("SIGABRT: Fatal Python error: Segmentation fault", OURS_FIRST, ""),
         (f"{SAID} <unknown function> of _C.cpython-311.so <- {FRAMES}", NODE, ""),
         (f"{SAID} {FRAMES}", OURS_FIRST, ""),
         ("SystemError: <method 'f' of 'torch._C.TensorBase' objects> returned", NODE, "torch's"),
