@@ -22,7 +22,7 @@ os.environ.setdefault("OOMKIT_SUMMARY", "0")
 import pytest
 import torch
 from helpers.collector import hide_modules
-from helpers.sample import LEFT_OUT
+from helpers.sample import LEFT_OUT, mark_rest
 from helpers.seeds import seed_all
 
 import oomkit
@@ -76,7 +76,9 @@ def _is_short(item: pytest.Item) -> bool:
     return item.nodeid.removeprefix("tests/").partition("/")[0] not in LONG
 
 
+@pytest.hookimpl(tryfirst=True)  # before those with the mark `whole` are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_rest(items)
     items.sort(key=_is_short)  # the others stay in their order
     dry = os.environ.get("OOMKIT_GPU_DRY") == "1"  # those that can run on the CPU do, small
     if dry or torch.cuda.is_available() or os.environ.get("OOMKIT_REQUIRE_CUDA") == "1":

@@ -91,6 +91,7 @@ def _train(decorate: Any, kind: str, equal: int) -> list[torch.Tensor]:
     return [*found, *model.parameters()]
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("steps", [2, 3, 12])
 @pytest.mark.parametrize("equal", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", STEPS)

@@ -184,6 +184,7 @@ DENOMINATORS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("steps", [2, 3, 12])
 @pytest.mark.parametrize("of", DENOMINATORS)
 @pytest.mark.parametrize(

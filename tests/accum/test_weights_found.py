@@ -89,6 +89,7 @@ FORMS: dict[str, Loss] = {
 }
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("steps", [2, 3, 12])
 @pytest.mark.parametrize("batch", [_labelled, _some_ignored])
 @pytest.mark.parametrize("form", FORMS)
@@ -133,6 +134,7 @@ def test_weights_of_the_classes_of_an_image() -> None:
     _same(loss, batch, accumulation_steps=3)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("first", [None, WEIGHTS.flip(0), torch.ones(CLASSES).double()])
 @pytest.mark.parametrize("how", ["functional", "module", "argument", "in place", "many terms"])
 def test_weights_that_change(how: str, first: torch.Tensor | None) -> None:
@@ -206,6 +208,7 @@ COLUMNS: dict[str, Loss] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("steps", [2, 3, 12])
 @pytest.mark.parametrize("batch", [_columns, _padded_columns])
 @pytest.mark.parametrize("kind", COLUMNS)
@@ -268,6 +271,7 @@ def _shifted_without_padding(
     return _without_padding(m, x[:, :-1], y[:, 1:], padding[:, 1:])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("steps", [2, 3, 12])
 @pytest.mark.parametrize("batch", [_padding, _late_padding])
 @pytest.mark.parametrize("loss", [_without_padding, _shifted_without_padding])

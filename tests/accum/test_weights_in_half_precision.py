@@ -88,6 +88,7 @@ class Splits:
 KINDS = ("bfloat16", "float16", "autocast")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", [_ignoring, _masked, _of_all])
 def test_weights_are_found_that_differ_by_less_than_rounding(loss: Loss, kind: str) -> None:
@@ -99,6 +100,7 @@ def _hinge(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.relu(1 - model(x)).mean()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", [_of_all, _hinge])
 def test_a_loss_that_is_returned_as_a_number_is_as_coarse(loss: Loss, kind: str) -> None:
@@ -165,6 +167,7 @@ def _twice(one: Splits) -> Callable[[torch.Tensor, torch.Tensor], None]:
     return step
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
 @pytest.mark.parametrize("make", [_clipped, _scaled, _twice])
 @pytest.mark.refusals

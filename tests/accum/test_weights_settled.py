@@ -77,6 +77,7 @@ def _late(dtype: torch.dtype, first: int) -> Masks:
     return masks
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("first", [1, 3])
 @pytest.mark.parametrize("parts", [2, 3, 6, 12])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
@@ -99,6 +100,7 @@ def _after(columns: int) -> Loss:
     return loss
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("first", [0, 1, 3])
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])

@@ -102,6 +102,7 @@ def test_hooks_between_run_once_in_a_healthy_backward(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ROOTS)
 @pytest.mark.parametrize("k", [1, 2])
 def test_every_fault_of_such_a_backward(name: str, k: int) -> None:

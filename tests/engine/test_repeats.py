@@ -168,6 +168,7 @@ def test_what_moves_at_its_end_moves_once(failing: int, phase: str, nth: int) ->
     assert program.scheduler.last_epoch == CALLS and program.average.n_averaged == CALLS
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize(("phase", "nth"), PLACES)
 @pytest.mark.parametrize("failing", range(CALLS))

@@ -428,6 +428,7 @@ def test_an_average_of_the_weights_with_buffers(kind: str, at: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_each_allocation_that_fails_leaves_the_result_or_the_entry(phase: Any, times: int) -> None:

@@ -197,6 +197,7 @@ def _trained(kind: str, failing: int = -1, **fault: Any) -> tuple[list[Any], Pro
     return losses, program, [] if failing < 0 else list(called.records)
 
 
+@pytest.mark.sample(100)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize(("phase", "nth"), PLACES)
 @pytest.mark.parametrize("failing", range(CALLS))

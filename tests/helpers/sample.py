@@ -76,6 +76,38 @@ def with_rest(chosen: Sequence[T], cases: Sequence[T]) -> list[Any]:
     ]
 
 
+def fair_part(cases: Sequence[dict[str, int]], keep: int, of: str) -> set[int]:
+    """Numbers of `keep` cases (parameter: number of its value), drawn so that they have as many
+    values of each parameter as they can."""
+    order = list(range(len(cases)))
+    random.Random(f"{SEED} {of}").shuffle(order)
+    met: set[tuple[str, int]] = set()
+    new: list[int] = []
+    for i in order:
+        if not met.issuperset(cases[i].items()):
+            met.update(cases[i].items())
+            new.append(i)
+    return set([*new, *(i for i in order if i not in new)][:keep])
+
+
+def mark_rest(items: Sequence[pytest.Item]) -> None:
+    """Of tests with the mark `sample` all cases but a fair part get the mark `whole`, as those of
+    with_rest()."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and isinstance(item, pytest.Function):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in tests.items():
+        mark = cases[0].get_closest_marker("sample")
+        assert mark is not None
+        indices = [dict(case.callspec.indices) for case in cases]
+        file, _, function = name.partition("::")
+        chosen = fair_part(indices, mark.args[0], f"{file.rpartition('/')[2]}::{function}")
+        for i, case in enumerate(cases):
+            if not WHOLE and i not in chosen:
+                case.add_marker(pytest.mark.whole)
+
+
 def stride(every: int, of: str = "") -> tuple[int, int]:
     """(first, step) of a sweep whose end is only known when it is reached; 1, 1 of the whole."""
     if WHOLE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,31 @@ def test_the_rest_is_there_by_its_name() -> None:
     assert [mark.name for one in (second, third) for mark in one.marks] == ["whole", "whole"]
 
 
+def test_a_fair_part_has_all_values_where_it_can() -> None:
+    cases = [{"a": a, "b": b} for a in range(6) for b in range(5)]
+    for n in range(20):
+        part = sample.fair_part(cases, 12, f"test {n}")
+        assert len(part) == 12 and part == sample.fair_part(cases, 12, f"test {n}")
+        assert {cases[i]["a"] for i in part} == {*range(6)}
+        assert {cases[i]["b"] for i in part} == {*range(5)}
+    assert len(sample.fair_part(cases, 3, "")) == 3
+    assert sample.fair_part(cases, 99, "") == {*range(30)}
+    assert set().union(*(sample.fair_part(cases, 12, f"{n}") for n in range(60))) == {*range(30)}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("n", range(12))
+def test_three_of_these_are_drawn(n: int, request: pytest.FixtureRequest) -> None:
+    """Of the others `make test` knows the names."""
+    of = request.node.nodeid.partition("[")[0] + "["
+    here = [item for item in request.session.items if item.nodeid.startswith(of)]
+    rest = {item.nodeid for item in here if item.get_closest_marker("whole")}
+    rest.update(n for n in request.config.stash.get(sample.LEFT_OUT, []) if n.startswith(of))
+    names = rest.union(item.nodeid for item in here)
+    if len(names) == 12:  # not where some are named
+        assert len(rest) == (0 if os.environ.get("OOMKIT_TEST_WHOLE") == "1" else 9)
+
+
 def test_what_is_left_out_is_proven() -> None:
     """`make prove` runs each file that has the mark."""
     from prove.suite import sampling
@@ -65,5 +91,5 @@ def test_what_is_left_out_is_proven() -> None:
     proven = {unit for suite in SUITES for unit in suite.units()}
     for file in sampling():
         text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
-        if "with_rest" in text or "mark.whole" in text:
+        if any(sign in text for sign in ("with_rest", "mark.whole", "mark.sample(")):
             assert file in proven, file

@@ -94,6 +94,7 @@ def test_every_type_is_counted() -> None:
     assert len(names) >= 14, sorted(names)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 @pytest.mark.parametrize("form", FORMS)
 def test_many_ooms_make_the_process_no_larger(form: str) -> None:

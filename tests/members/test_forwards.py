@@ -120,6 +120,7 @@ def clean() -> Any:
     HIDDEN.clear()
 
 
+@pytest.mark.sample(32)
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 @pytest.mark.parametrize("returned", [False, True], ids=["step", "returned"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -95,6 +95,7 @@ def added_in_call_1(world: World, **failing: Any) -> Any:
     return world.state()
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize("call", [0, 1, 2])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

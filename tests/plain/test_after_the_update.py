@@ -385,6 +385,7 @@ def train(store: Store, fault: inject_oom | None, at: int = 1) -> list[Any]:
     return w.state()
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_store_after_the_update_is_made_once_in_each_call(name: str) -> None:
     without = train(FORMS[name], None)

@@ -164,6 +164,7 @@ def _close(a: list[Any], b: list[Any]) -> bool:
     )
 
 
+@pytest.mark.sample(32)
 @pytest.mark.parametrize("rows", [12, 11])
 @pytest.mark.parametrize("failing", FAILING)
 @pytest.mark.parametrize("name", STEPS)
@@ -269,6 +270,7 @@ class Averaging(Trainer):
         return loss.item()
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", ["step", "teach"])
 @pytest.mark.parametrize("failing", FAILING)
 @pytest.mark.parametrize("kind", [InPlace, Replaced, InAList, AModule])

@@ -204,6 +204,7 @@ def _plain(o: Any) -> Any:
     return o.tolist() if isinstance(o, (torch.Tensor, np.ndarray)) else o
 
 
+@pytest.mark.sample(46)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("where", ["closure", "helper", "argument", "method"])
 def test_a_failed_attempt_counts_nothing(name: str, where: str) -> None:

@@ -482,6 +482,7 @@ KEEPS: dict[str, tuple[Callable[[int], Any], Store]] = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.filterwarnings("ignore::oomkit.OomkitWarning")
 @pytest.mark.parametrize("items", [100, 3000, 40_000])
 @pytest.mark.parametrize("name", KEEPS)

@@ -16,7 +16,7 @@ from .world import PROGRAMS, Program, World
 
 PLACES = 5
 NUMBER, KEEP = (20, 20) if WHOLE else (PLACES, 1)
-SOME = set(sampled([*PROGRAMS], 60, "programs", kind=lambda name: PROGRAMS[name].outcome))
+SOME = set(sampled([*PROGRAMS], 45, "programs", kind=lambda name: PROGRAMS[name].outcome))
 
 
 def _parameters() -> list[object]:

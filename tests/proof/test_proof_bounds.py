@@ -224,6 +224,7 @@ def test_of_the_whole_batch(name: str, steps: int, returned: bool) -> None:
         _run(COUPLED[name], returned, steps)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("name", "steps", "returned"), _some(APART))
 def test_of_anything_else(name: str, steps: int, returned: bool) -> None:
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -520,6 +520,7 @@ COUPLED = [
 ]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("loss", COUPLED)
 @pytest.mark.refusals

@@ -107,6 +107,7 @@ class Program:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("steps", [2, ROWS])  # at last one row at a time
 @pytest.mark.parametrize("returned", [False, True], ids=["whole step", "returned loss"])
 @pytest.mark.parametrize("later", COUPLED)
@@ -284,6 +285,7 @@ def _numbered(later: Number) -> Program:
     return program
 
 
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("steps", [2, 5, ROWS // 2])  # no count is more than 1 of one row
 @pytest.mark.parametrize(
     "later",

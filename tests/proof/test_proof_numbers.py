@@ -85,6 +85,7 @@ def _plain(result: Any) -> Any:
     )
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("steps", [2, 3, ROWS])
 @pytest.mark.parametrize("name", MEANS)
 def test_means(name: str, steps: int) -> None:

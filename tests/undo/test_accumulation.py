@@ -85,6 +85,7 @@ def _near(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all((x - y).abs().max() <= 1e-14 for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_error_in_the_backward_of_a_later_call(form: str, norm: bool) -> None:
@@ -116,6 +117,7 @@ def test_the_very_tensors_stay_and_it_is_said(caplog: pytest.LogCaptureFixture) 
     assert "up to rounding, not bit for bit" in caplog.text
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("times", [1, 2])
 def test_errors_one_after_the_other(form: str, times: int) -> None:

@@ -18,20 +18,20 @@ from oomkit.testing import inject_oom
 from undo.recovery_points import SUITES, Own, Point, chain, prove, run
 
 SEED = int(os.environ.get("OOMKIT_FUZZ_SEED", "1"))
-# How many points there are between two that are done here, for some 2 seconds in all.
+# How many points there are between two that are done here, for some 6 seconds in all.
 STRIDES = {
-    "out of memory once": 1709,
-    "out of memory from there on": 1709,
-    "oomkit's own memory": 907,
-    "oomkit's own memory from there on": 907,
-    "again in a later attempt": 2239,
-    "again, in oomkit's own memory": 2239,
-    "again, and from there on": 2239,
-    "an interrupt at a line": 36011,
-    "an exception at a line": 36011,
-    "an interrupt at a function": 2503,
-    "an exception at a function": 2503,
-    "out of memory at a function": 2503,
+    "out of memory once": 3419,
+    "out of memory from there on": 3419,
+    "oomkit's own memory": 1815,
+    "oomkit's own memory from there on": 1815,
+    "again in a later attempt": 4479,
+    "again, in oomkit's own memory": 4479,
+    "again, and from there on": 4479,
+    "an interrupt at a line": 72023,
+    "an exception at a line": 72023,
+    "an interrupt at a function": 5007,
+    "an exception at a function": 5007,
+    "out of memory at a function": 5007,
 }
 
 

@@ -237,6 +237,7 @@ def _step(w: World, begin: Change) -> Callable[..., float]:
     return step
 
 
+@pytest.mark.sample(36)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("fails", [0, 1])
 @pytest.mark.parametrize("begin", CHANGES.values(), ids=CHANGES)
