@@ -251,6 +251,8 @@ typedef struct oomkit_updating {
     int step_failed;   /* an optimizer's step ran out of memory and was not finished */
     int raised;        /* the last one ended with an error, of whatever kind */
     int made;          /* optimizer steps that were made in this attempt */
+    int backwards;     /* that were done at the last of them */
+    int apart;         /* there was one between two of them */
     int params_stuck;  /* parameters changed by the step itself stay changed */
     int committed;     /* a scheduler or scaler moved on: nothing can be taken back */
     int depth;         /* intercepted methods that run, one inside another */

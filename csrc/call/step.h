@@ -31,6 +31,13 @@ typedef struct oomkit_whole_calls {
     uint8_t said;             /* that the micro-batches of a call did neither */
 } oomkit_whole_calls;
 
+/* Does a backward of the step begin behind an update of it? Whole calls show it. */
+typedef enum oomkit_apart {
+    OOMKIT_APART_UNKNOWN, /* no call has ended well so far */
+    OOMKIT_APART_NO,
+    OOMKIT_APART_YES
+} oomkit_apart;
+
 typedef struct oomkit_step {
     PyObject_HEAD
     vectorcallfunc vectorcall;
@@ -51,6 +58,9 @@ typedef struct oomkit_step {
     uint32_t proven_next; /* the place that gives way */
     oomkit_whole_calls whole;
     uint64_t calls;
+    oomkit_options *careful; /* owned memory: the options of calls that keep copies of
+                                what their updates change, or NULL */
+    oomkit_apart updates_apart;
     int updates; /* optimizer steps in a finished whole call; -1 while unknown */
     PyObject
         *last_gradient; /* owned: what last reached a returned scalar loss, or NULL */

@@ -247,6 +247,10 @@ engine_begin(oomkit_call *call)
     if (call->parts->writes == NULL && oomkit_writes_look(call) < 0) {
         return -1;
     }
+    if (call->step->updates_apart != OOMKIT_APART_NO &&
+        oomkit_careful_begin(call) < 0) {
+        return -1;
+    }
     if ((call->options->restore_batch && oomkit_batch_save(st, &call->batch) < 0) ||
         oomkit_savepoint_take(call) < 0) {
         return -1;
@@ -351,6 +355,7 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         oomkit_error_dismiss(); /* it stays where it is */
     }
     step->seen_oom |= call->tries.ooms > 0;
+    oomkit_careful_learn(call);
     if (call->cut->slices == NULL) {
         step->updates = oomkit_updates_made(call);
         oomkit_batch_learn(&step->batch_site, &call->batch);

@@ -58,6 +58,15 @@ oomkit_ladder_has_worked(oomkit_call *call);
 int
 oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request);
 
+/* --- careful.c --- */
+/* Before marks are taken: a call that may be left half done keeps copies of what its
+ * updates change. 0 or -1. */
+int
+oomkit_careful_begin(oomkit_call *call);
+/* At the end of a call that has gone well. */
+void
+oomkit_careful_learn(oomkit_call *call);
+
 /* --- update_room.c --- */
 /* Before an optimizer's step(), whose mark has number `index`: 1 it may run as it is, 2
  * the same, but only just, so that it is worth measuring; 0 it must go in parts; -1

@@ -25,6 +25,13 @@ oomkit_updates_made(const oomkit_call *call)
     return call->updating.made + call->updating.unknown_made;
 }
 
+/* Was there a backward between two of them? */
+static inline int
+oomkit_updates_were_apart(const oomkit_call *call)
+{
+    return call->updating.apart;
+}
+
 /* Was one made by an optimizer that was not found? Does one run? */
 static inline int
 oomkit_update_by_unknown(const oomkit_call *call)
@@ -146,7 +153,11 @@ oomkit_update_closure(oomkit_call *call, int closure)
 static inline void
 oomkit_update_worked(oomkit_call *call, const PyObject *optimizer)
 {
-    call->updating.made++;
+    oomkit_updating *u = &call->updating;
+
+    u->apart |= u->made > 0 && call->backward.done != u->backwards;
+    u->backwards = call->backward.done;
+    u->made++;
     if (call->entry.owners.failed_step == optimizer) {
         call->entry.owners.failed_step = NULL;
     }
@@ -197,7 +208,7 @@ oomkit_updates_forget(oomkit_call *call)
 
     u->committed = u->made = u->unknown_made = u->params_stuck = 0;
     u->depth = u->closure = u->shared = u->unknown_begun = u->step_failed = 0;
-    u->raised = 0;
+    u->raised = u->backwards = u->apart = 0;
 }
 
 #endif

@@ -217,6 +217,7 @@ step_dealloc(PyObject *op)
     oomkit_result_site_clear(&self->results);
     oomkit_loss_site_clear(&self->losses);
     oomkit_proven_clear(self->proven);
+    PyMem_Free(self->careful);
     Py_CLEAR(self->owner);
     Py_CLEAR(self->loop_of);
     Py_CLEAR(self->parent);

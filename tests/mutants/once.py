@@ -559,6 +559,22 @@ MUTANTS = [
         ("optim/test_step_hooks.py::test_they_change_each_gradient_once",),
     ),
     Mutant(
+        "careful-no-more",
+        "once it has run out of memory, a step with updates apart can go back in larger calls",
+        "csrc/ladder/careful.c",
+        "!step->seen_oom || is_known_to_fit(call)",
+        "1",
+        ("engine/test_careful.py::test_one_of_another_shape_does_once_the_step_has_run_out_of_memory",),
+    ),
+    Mutant(
+        "careful-for-ever",
+        "a call like one that has worked keeps no copies of what its updates change",
+        "csrc/ladder/careful.c",
+        "step->updates_apart == OOMKIT_APART_UNKNOWN\n             ? !several_optimizers(call)",
+        "step->updates_apart != OOMKIT_APART_NO\n             ? !several_optimizers(call)",
+        ("engine/test_careful.py::test_a_call_that_is_like_one_that_has_worked_keeps_no_copies",),
+    ),
+    Mutant(
         "rebound-arguments-lost",
         "an argument whose name is stored to in one branch is still what was given behind it",
         "oomkit/_code/uses.py",

@@ -455,6 +455,13 @@ def test_second_of_two_optimizers_out_of_memory_is_a_partial_update() -> None:
         opt1.step()
         opt2.step()
 
+    before = [p.detach().clone() for m in (one, two) for p in m.parameters()]
+    with inject_oom(nth=1, times=None, phase="optimizer"):
+        with pytest.raises(oomkit.OutOfMemory, match="nothing was updated"):
+            step(torch.randn(8, 6))  # the first call can go back
+    after = [p for m in (one, two) for p in m.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    step(torch.randn(8, 6))
     with inject_oom(nth=1, times=None, phase="optimizer"):
         with pytest.raises(oomkit.PartialUpdate, match="after another's was applied"):
             step(torch.randn(8, 6))
