@@ -177,6 +177,7 @@ _fits = _C._bind(
         "keepsake": _keepsake.keepsake,
         "silent_closure": _closures.silent_closure,
         "has_step_hooks": _closures.has_step_hooks,
+        "lost_graph": _nodes.lost_graph,
         "plain_places": _plain_state.places,
         "value_copies": _alike.copies,
         "same_copies": _alike.same,

@@ -356,6 +356,7 @@ typedef struct oomkit_tries {
     int restart;           /* this attempt is given up: OOMKIT_RESTART_* */
     int widened;           /* so it was to have more than one row in the first slice */
     int restarts;          /* done in this call */
+    int repeats;           /* its rows have done the same twice */
     int keeps_made;  /* one has made a module, which stays; what it has done with that
                         may have gone back: */
     int groups_went; /* an optimizer had more groups than at entry */

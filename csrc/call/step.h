@@ -78,7 +78,6 @@ typedef struct oomkit_step {
     int even_rows;  /* the same with an odd number */
     int whole_only; /* a split was refused: whole batches while some rung has room */
     int whole_only_said;
-    int repeats;     /* the same rows have done the same twice */
     int single_loss; /* a returned loss of several rows had one element in dimensions:
                         2, had not: 1, 0 while unknown */
     const PyTypeObject *plain_node; /* borrowed, compared only: type of a node that made

@@ -24,9 +24,6 @@ oomkit_split_refused(oomkit_call *call, PyObject *exception, int runs);
  * exception in flight says: it runs again as it is. As above. */
 int
 oomkit_split_impossible(oomkit_call *call);
-/* Is it that which runs now? */
-int
-oomkit_split_was_refused(const oomkit_call *call);
 /* That batch does not run, or no rung has room for it: the refusal is in flight, with a
  * note that says so: "the whole batch ", and `text` (stolen, may be NULL). 1, or 0
  * where there was none. */

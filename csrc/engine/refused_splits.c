@@ -257,12 +257,6 @@ oomkit_split_impossible(oomkit_call *call)
 /* --- where no rung is left --- */
 
 int
-oomkit_split_was_refused(const oomkit_call *call)
-{
-    return call->cut->unfit.refusal != NULL;
-}
-
-int
 oomkit_split_refusal_stands(oomkit_call *call, PyObject *text)
 {
     PyObject *refusal = call->cut->unfit.refusal; /* owned, given back */

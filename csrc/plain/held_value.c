@@ -145,6 +145,8 @@ held_copy(oomkit_state *st, PyObject *tensor, uint64_t *room, oomkit_held *held)
         return -1;
     }
     held->is_state = !facts.requires_grad;
+    held->has_graph = facts.requires_grad && !oomkit_tensor_is_leaf(tensor, &facts);
+    held->is_leaf = facts.requires_grad && !held->has_graph;
     if (facts.bytes <= OOMKIT_PLAIN_SMALL) { /* its graph must not be held, it may */
         held->copy = PyObject_CallMethodNoArgs(tensor, st->str_detach);
         return held->copy == NULL ? -1 : 0;
@@ -209,9 +211,46 @@ oomkit_held_same(const oomkit_held *held, const PyObject *now)
     }
 }
 
-PyObject *
-oomkit_held_give(oomkit_state *st, const oomkit_held *held)
+/* The values of a tensor that is gone. New reference or NULL. */
+static PyObject *
+held_values(oomkit_state *st, const oomkit_held *held)
 {
+    PyObject *value; /* owned, returned */
+
+    if (held->device == NULL) {
+        return Py_NewRef(held->copy);
+    }
+    value = PyObject_CallMethodOneArg(held->copy, st->str_to, held->device);
+    if (value == held->copy) { /* on the CPU: a second roll-back needs the copy */
+        Py_SETREF(value, PyObject_CallMethodNoArgs(value, st->str_clone));
+    }
+    return value;
+}
+
+/* In its place where it had a graph: no backward must end there without a word. Steals
+ * `value`. New reference or NULL. */
+static PyObject *
+held_without_graph(oomkit_call *call, PyObject *value)
+{
+    const Py_ssize_t n = call->parts->param_count;
+    OWNED PyObject *leaves = PyTuple_New(n);
+    PyObject *made; /* owned, returned */
+    Py_ssize_t i;
+
+    for (i = 0; leaves != NULL && i < n; i++) {
+        PyTuple_SET_ITEM(leaves, i, Py_NewRef(call->parts->params[i]));
+    }
+    made = leaves == NULL ? NULL
+                          : PyObject_CallFunctionObjArgs(call->st->lost_graph, value,
+                                                         leaves, NULL);
+    Py_DECREF(value);
+    return made;
+}
+
+PyObject *
+oomkit_held_give(oomkit_call *call, const oomkit_held *held)
+{
+    oomkit_state *st = call->st;
     PyObject *value = NULL; /* owned, returned */
 
     if (held->kind == OOMKIT_HELD_STRONG) {
@@ -220,14 +259,15 @@ oomkit_held_give(oomkit_state *st, const oomkit_held *held)
     if (held->kind == OOMKIT_HELD_WEAK) {
         value = oomkit_reference_get(held->value);
     }
-    if (value == NULL && held->copy != NULL) {
-        if (held->device == NULL) {
-            return Py_NewRef(held->copy);
-        }
-        value = PyObject_CallMethodOneArg(held->copy, st->str_to, held->device);
-        if (value == held->copy) { /* on the CPU: a second roll-back needs the copy */
-            Py_SETREF(value, PyObject_CallMethodNoArgs(value, st->str_clone));
-        }
+    if (value != NULL || held->copy == NULL) {
+        return value;
+    }
+    value = held_values(st, held);
+    if (value != NULL && held->has_graph) { /* a backward must not end there */
+        value = held_without_graph(call, value);
+    } else if (value != NULL && held->is_leaf &&
+               PyObject_SetAttr(value, st->str_requires_grad, Py_True) < 0) {
+        Py_CLEAR(value);
     }
     return value;
 }

@@ -169,7 +169,7 @@ restore_binding(oomkit_call *call, const oomkit_plain_mark *mark)
         call->tries.keeps_made = 1;
         return 0;
     }
-    old = oomkit_held_give(call->st, &mark->old);
+    old = oomkit_held_give(call, &mark->old);
     if (old == NULL && PyErr_Occurred()) {
         return -1;
     }
@@ -186,7 +186,7 @@ content_target(oomkit_call *call, const oomkit_plain_mark *mark)
     PyObject *now = NULL; /* owned */
 
     if (mark->content.target.kind != OOMKIT_HELD_ADDRESS) {
-        return oomkit_held_give(call->st, &mark->content.target);
+        return oomkit_held_give(call, &mark->content.target);
     }
     if (mark->at.kind != OOMKIT_AT_NOTHING && oomkit_at_read(&mark->at, &now) < 0) {
         return NULL;
@@ -210,7 +210,7 @@ restore_content(oomkit_call *call, const oomkit_plain_mark *mark)
     if (target == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    return oomkit_content_restore(call->st, &mark->content, target);
+    return oomkit_content_restore(call, &mark->content, target);
 }
 
 static int

@@ -44,6 +44,8 @@ typedef struct oomkit_held {
     PyObject *device;    /* owned: where the copy belongs; NULL: where it is */
     const void *address; /* borrowed, compared only */
     uint8_t kind;        /* oomkit_held_kind */
+    uint8_t has_graph;   /* which the copy has not */
+    uint8_t is_leaf;     /* it requires a gradient, which the copy does not */
     uint8_t is_state; /* not there any more, it is missed: a tensor without a graph */
 } oomkit_held;
 
@@ -59,7 +61,7 @@ oomkit_held_same(const oomkit_held *held, const PyObject *now);
 /* The value. New reference; NULL without an exception where it is gone or was absent.
  */
 PyObject *
-oomkit_held_give(oomkit_state *st, const oomkit_held *held);
+oomkit_held_give(oomkit_call *call, const oomkit_held *held);
 void
 oomkit_held_clear(oomkit_held *held);
 int
@@ -100,7 +102,7 @@ oomkit_content_take(oomkit_state *st, PyObject *value, int what, uint64_t *room,
                     oomkit_content *content);
 /* Puts it back into `target` (borrowed). 0; 1 it cannot be; -1. */
 int
-oomkit_content_restore(oomkit_state *st, const oomkit_content *content,
+oomkit_content_restore(oomkit_call *call, const oomkit_content *content,
                        PyObject *target);
 /* Is another content in `target`? 1, 0 or -1. */
 int

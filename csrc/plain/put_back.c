@@ -4,13 +4,13 @@
 
 /* What the items were. New list; NULL, without an exception where one is gone. */
 static PyObject *
-items_give(oomkit_state *st, const oomkit_content *content)
+items_give(oomkit_call *call, const oomkit_content *content)
 {
     OWNED PyObject *list = PyList_New(content->count);
     Py_ssize_t i;
 
     for (i = 0; list != NULL && i < content->count; i++) {
-        PyObject *item = oomkit_held_give(st, &content->items[i]); /* owned */
+        PyObject *item = oomkit_held_give(call, &content->items[i]); /* owned */
         if (item == NULL) {
             return NULL;
         }
@@ -115,9 +115,10 @@ restore_tensor(oomkit_state *st, const oomkit_content *content, PyObject *target
 }
 
 int
-oomkit_content_restore(oomkit_state *st, const oomkit_content *content,
+oomkit_content_restore(oomkit_call *call, const oomkit_content *content,
                        PyObject *target)
 {
+    oomkit_state *st = call->st;
     int moved = oomkit_content_moved(st, content, target);
     OWNED PyObject *items = NULL;
 
@@ -135,7 +136,7 @@ oomkit_content_restore(oomkit_state *st, const oomkit_content *content,
         }
         return PyList_SetSlice(target, content->count, PyList_GET_SIZE(target), NULL);
     default:
-        items = items_give(st, content);
+        items = items_give(call, content);
         if (items == NULL) {
             return PyErr_Occurred() ? -1 : 1;
         }

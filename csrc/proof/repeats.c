@@ -7,8 +7,10 @@
 #include "../call/step.h"
 #include "../engine/refused_sizes.h"
 #include "../hook/hook.h"
+#include "../plain/plain.h"
 #include "../ranks/agree.h"
 #include "../sizes/sizes.h"
+#include "../undo/undo.h"
 
 /* --- what the code shows --- */
 
@@ -29,7 +31,7 @@ keeps_iterators(oomkit_call *call, PyObject **why)
         return name == NULL ? -1 : 1;
     }
     *why = PyUnicode_FromFormat(
-        "its code comes to the iterator %U, and what was taken out of that is gone. "
+        "its code takes from %U, and what was taken is gone. "
         "Take from it outside of the step, and pass what it gives as an argument",
         name);
     return *why == NULL ? -1 : 0;
@@ -66,12 +68,30 @@ repeats_but_for_results(const oomkit_proof *p)
     return results == NULL ? -1 : results == Py_True;
 }
 
+/* What an error says, without the help that the text around it has. New str or NULL. */
+static PyObject *
+repeats_error(PyObject *exception)
+{
+    OWNED PyObject *text = PyObject_Str(exception);
+    OWNED PyObject *help = PyUnicode_FromString(" (help: ");
+    Py_ssize_t end = -2;
+
+    if (text != NULL && help != NULL) {
+        end = PyUnicode_Find(text, help, 0, PyUnicode_GET_LENGTH(text), 1);
+    }
+    return end == -2 ? NULL
+           : end >= 0
+               ? PyUnicode_Substring(text, 0, end)
+               : PyUnicode_FromFormat("%s: %U", Py_TYPE(exception)->tp_name, text);
+}
+
 /* An error has ended it. Of the step's own, or another refusal: it was not shown. As
  * oomkit_proof_repeats(). */
 static int
 repeats_unknown(oomkit_call *call, PyObject **why)
 {
     PyObject *exception; /* owned, then discarded */
+    OWNED PyObject *text = NULL;
 
     if (!PyErr_ExceptionMatches(PyExc_Exception) ||
         PyErr_ExceptionMatches(PyExc_MemoryError) ||
@@ -79,23 +99,25 @@ repeats_unknown(oomkit_call *call, PyObject **why)
         return -1;
     }
     exception = oomkit_exception_take();
-    *why = PyUnicode_FromFormat(
-        "it could not be shown that it does the same when it runs again (%S)",
-        exception);
+    text = repeats_error(exception);
+    *why = text == NULL ? NULL
+                        : PyUnicode_FromFormat("it could not be shown that it does the "
+                                               "same when it runs again (%U)",
+                                               text);
     oomkit_exception_discard(call->st, exception);
     return *why == NULL ? -1 : OOMKIT_REPEATS_UNKNOWN;
 }
 
-/* As oomkit_proof_repeats(). */
+/* Runs so many rows. *again: leaves were found, which are known to the next runs. As
+ * oomkit_proof_repeats(). */
 static int
-repeats_runs(oomkit_call *call, PyObject **why)
+repeats_of(oomkit_call *call, oomkit_slice rows, int *again, PyObject **why)
 {
-    oomkit_proof p = {.call = call};
+    oomkit_proof p = {
+        .call = call, .start = rows.start, .length = rows.length, .fits = rows.length};
     OWNED PyObject *text = NULL;
     int phase = oomkit_phase_set(call->st, OOMKIT_PHASE_FORWARD), result;
 
-    (void)oomkit_proof_rows_largest(&p);
-    p.fits = p.length;
     p.on_host = call->tries.ooms > 0;
     result = repeats_compare(&p, &text);
     result = result < 0 ? -1 : text == NULL ? 1 : repeats_but_for_results(&p);
@@ -110,6 +132,7 @@ repeats_runs(oomkit_call *call, PyObject **why)
     } else if (result < 0) {
         result = repeats_unknown(call, why);
     }
+    *again = call->tries.restart == OOMKIT_RESTART_UNKNOWN;
     call->tries.restart = 0; /* its marks are those of whom it has found */
     oomkit_proof_loud(&p);
     if (p.around != NULL && oomkit_proof_ask(&p, p.around, "put_back") < 0) {
@@ -127,15 +150,52 @@ repeats_runs(oomkit_call *call, PyObject **why)
     return result;
 }
 
+/* Leaves that a run has found: those that outlive it take part from now on. 0 or -1. */
+static int
+repeats_take_in(oomkit_call *call)
+{
+    call->tries.restarts++;
+    oomkit_savepoint_end_attempt(call);
+    return oomkit_tell_before_restart(call, OOMKIT_RESTART_UNKNOWN) < 0
+               ? -1
+               : oomkit_savepoint_take(call);
+}
+
+/* All rows of the batch; where there is no memory for that, and the split was refused
+ * whose micro-batches are smaller, those of one of them. As oomkit_proof_repeats(). */
+static int
+repeats_runs(oomkit_call *call, PyObject **why)
+{
+    oomkit_slice rows = {0, call->batch.rows};
+    oomkit_proof smaller = {.call = call};
+    int result = -1, again = 1, i;
+
+    (void)oomkit_proof_rows_largest(&smaller);
+    for (i = 0; again && i <= OOMKIT_RESTARTS; i++) {
+        Py_CLEAR(*why);
+        result = repeats_of(call, rows, &again, why);
+        if (again && repeats_take_in(call) < 0) {
+            return -1;
+        }
+        if (result < 0 && smaller.length < rows.length && smaller.length > 0 &&
+            oomkit_exception_is_oom(call->st)) {
+            oomkit_exception_discard(call->st, oomkit_exception_take());
+            rows = (oomkit_slice){smaller.start, smaller.length};
+            again = 1;
+        }
+    }
+    return result;
+}
+
 int
 oomkit_proof_repeats(oomkit_call *call, int runs, PyObject **why)
 {
     int result = keeps_iterators(call, why);
 
-    if (result > 0 && runs && !call->step->repeats && call->options->verify != 0 &&
+    if (result > 0 && runs && !call->tries.repeats && call->options->verify != 0 &&
         !call->st->proves_nothing) {
         result = repeats_runs(call, why);
-        call->step->repeats = result == 1;
+        call->tries.repeats = result == 1;
     }
     return result;
 }
@@ -150,12 +210,13 @@ repeats_wanted(const oomkit_call *call)
            !oomkit_ranks_agreed(call) && !call->tries.joining && call->proof == NULL;
 }
 
-/* Do whole calls of this step end without a backward? Nothing of theirs is verified. */
+/* Do whole calls of this step end without a backward, and does its code write to no
+ * parameter? Nothing of theirs is verified. */
 static int
 only_evaluates(const oomkit_call *call)
 {
     return !call->training && call->step->whole.seen &&
-           call->step->whole.without_backward;
+           call->step->whole.without_backward && oomkit_writes_shown(call) == NULL;
 }
 
 int
@@ -168,12 +229,8 @@ oomkit_repeats_before_retry(oomkit_call *call)
         return 0;
     }
     repeats = oomkit_proof_repeats(call, !only_evaluates(call), &why);
-    if (repeats == 1 ||
-        (repeats == OOMKIT_REPEATS_UNKNOWN && !oomkit_split_was_refused(call))) {
-        return 0;
-    }
-    if (repeats < 0) {
-        return -1;
+    if (repeats == 1 || repeats < 0) {
+        return repeats == 1 ? 0 : -1;
     }
     return oomkit_split_refusal_stands(
                call, PyUnicode_FromFormat("was not run instead: %U", why))

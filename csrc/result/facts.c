@@ -169,9 +169,10 @@ learn_value(oomkit_state *st, oomkit_result_site *site, const oomkit_result_path
         }
     } else if (PyList_CheckExact(value)) {
         fact = fact_get(site, path, OOMKIT_RESULT_LIST);
-        if (fact != NULL) {
-            fact->rows = rows;
-            fact->size = PyList_GET_SIZE(value);
+        if (fact != NULL &&
+            (fact->size == fact->rows || PyList_GET_SIZE(value) != rows)) {
+            fact->rows = rows; /* once it had another length it is no list of rows, */
+            fact->size = PyList_GET_SIZE(value); /* whatever has that many of them */
         }
     } else if (strcmp(Py_TYPE(value)->tp_name, "numpy.ndarray") == 0) {
         learn_array(site, path, value, rows, dim);

@@ -7,10 +7,12 @@ more, which no comparison with its parts verifies.
 from __future__ import annotations
 
 import io
+import queue
 import types
 from collections.abc import Iterator
 from typing import Any
 
+from .bytecode import Steps
 from .objects import unwrap, wrapped
 from .plain_state import Places, given_to
 from .spots import Frame
@@ -24,9 +26,30 @@ class _Search(Places):
 
     def read(self, frame: Frame, found: Uses) -> None:
         super().read(frame, found)
-        spots = (spot for steps in found.loads for spot in frame.resolve(steps))
-        if self.name is None:
-            self.name = next((spot.name() for spot in spots if _is_iterator(spot.value)), None)
+        for steps in found.loads:
+            if self.name is not None:
+                return
+            self.name = next(
+                (spot.name() for spot in frame.resolve(steps) if _is_iterator(spot.value)), None
+            ) or self._taken_from(frame, steps)
+
+    def _taken_from(self, frame: Frame, steps: Steps) -> str | None:
+        """`queue.get`, `file.readline`: the method has no place of its own."""
+        if len(steps) < 2 or steps[-1][0] != ".":
+            return None
+        name = steps[-1][1]
+        kinds = _TAKES.get(name, ())
+        owners = frame.resolve(steps[:-1]) if kinds else []
+        return next(
+            (f"{one.name()}.{name}" for one in owners if isinstance(one.value, kinds)), None
+        )
+
+
+_TAKES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("get", "get_nowait"), (queue.Queue, queue.SimpleQueue)),
+    **dict.fromkeys(("read", "readline", "readlines", "readinto"), (io.IOBase,)),
+}
+"""Names of methods, and whose they are."""
 
 
 def _is_iterator(value: Any) -> bool:

@@ -82,3 +82,23 @@ class Refusal:
                 self._anchor, [value], why
             )
         return refused
+
+
+def lost_graph(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The values of a tensor that had a graph, for a gradient to raise SplitError there.
+
+    Args:
+        value: of any shape, without a graph.
+        leaves: see Refusal.
+    """
+    why = (
+        "a gradient reached a tensor that the step had kept from an earlier call with its graph, "
+        "and replaced before it ran out of memory: its values are back, its graph is gone. Run "
+        "backward() in the call that makes the graph, or keep the tensor with detach()"
+        f"{_C.see('lost-graph')}"
+    )
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.empty(0, requires_grad=True)
+        anchor = _Anchor.apply(leaf, *leaves)  # type: ignore[no-untyped-call]
+        lost: torch.Tensor = _Refused.apply(anchor, [value], why)  # type: ignore[no-untyped-call]
+    return lost

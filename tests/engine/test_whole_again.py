@@ -309,7 +309,7 @@ def test_a_step_that_takes_from_an_iterator_is_refused(kind: str) -> None:
     with inject_oom(nth=4), pytest.raises(oomkit.SplitError) as caught:
         oomkit.auto_batch(program.step)(x)
     assert _same(program.state(), before)
-    assert any("comes to the iterator self.rates" in n for n in caught.value.__notes__)
+    assert any("its code takes from self.rates" in n for n in caught.value.__notes__)
 
 
 def test_a_step_that_has_made_a_module_is_refused() -> None:

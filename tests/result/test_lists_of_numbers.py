@@ -1,0 +1,68 @@
+"""A list of two numbers is no list of two rows, where a micro-batch has two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oomkit
+from oomkit.testing import inject_oom
+
+SEED = 5
+pytestmark = pytest.mark.filterwarnings("ignore:oomkit")
+
+
+def _numbers(loss: torch.Tensor, other: torch.Tensor) -> Any:
+    return [loss.item(), other.item()]
+
+
+def _in_a_dict(loss: torch.Tensor, other: torch.Tensor) -> Any:
+    return {"losses": [loss.item(), other.item()]}
+
+
+def _tensors(loss: torch.Tensor, other: torch.Tensor) -> Any:
+    return [loss.detach(), other.detach()]
+
+
+def _flat(result: Any) -> torch.Tensor:
+    if isinstance(result, dict):
+        result = result["losses"]
+    return torch.tensor([float(value) for value in result], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("made", [_numbers, _in_a_dict, _tensors])
+@pytest.mark.parametrize(("call", "nth", "times"), [(0, 1, 2), (2, 2, 2), (1, 3, 2), (2, 1, 3)])
+def test_each_call_returns_two(made: Any, call: int, nth: int, times: int, trains: bool) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    batches = [torch.randn(12, 4, generator=generator, dtype=torch.float64) for _ in range(6)]
+    found = []
+    for protect in (False, True):
+        torch.manual_seed(SEED)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> Any:
+            with torch.set_grad_enabled(trains):
+                out = model(x)
+                loss, other = out.square().mean(), out.abs().mean()
+            if trains:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            return made(loss, other)
+
+        called: Any = oomkit.auto_batch(step) if protect else step
+        results = []
+        for i, x in enumerate(batches):
+            if protect and i == call:
+                with inject_oom(nth=nth, times=times, phase="forward", min_bytes=65):
+                    results.append(_flat(called(x)))
+            else:
+                results.append(_flat(called(x)))
+        found.append(results)
+    for plain, protected in zip(*found, strict=True):
+        torch.testing.assert_close(protected, plain, rtol=1e-9, atol=1e-12)
