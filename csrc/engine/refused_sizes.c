@@ -121,9 +121,8 @@ oomkit_unfit_learn(oomkit_call *call)
 
 /* --- what is said --- */
 
-/* "ValueError: Expected more ..." and where. New str or NULL. */
-static PyObject *
-unfit_describe(oomkit_call *call, PyObject *exception)
+PyObject *
+oomkit_unfit_describe(oomkit_call *call, PyObject *exception)
 {
     OWNED PyObject *message = NULL, *location = NULL, *dot = NULL;
     uint64_t requested;
@@ -174,7 +173,7 @@ oomkit_unfit_explain(const oomkit_call *call, PyObject *reason)
 static int
 unfit_raise(oomkit_call *call, PyObject *exception)
 {
-    OWNED PyObject *said = unfit_describe(call, exception);
+    OWNED PyObject *said = oomkit_unfit_describe(call, exception);
     OWNED PyObject *sizes = unfit_sizes(call);
     OWNED PyObject *handled = PyErr_GetHandledException(); /* the caller's */
     PyObject *error;                                       /* owned, given back */
@@ -291,7 +290,7 @@ oomkit_unfit(oomkit_call *call, PyObject *exception)
     if (call->cut->unfit.count == OOMKIT_UNFIT || !unfit_next(call, rows)) {
         return unfit_raise(call, exception);
     }
-    Py_XSETREF(call->cut->unfit.said, unfit_describe(call, exception));
+    Py_XSETREF(call->cut->unfit.said, oomkit_unfit_describe(call, exception));
     planned = call->cut->unfit.said == NULL ? -1 : unfit_plan(call);
     if (planned == 0) {
         return unfit_exhausted(call, exception);

@@ -37,6 +37,9 @@ oomkit_unfit_undo(oomkit_call *call, PyObject *exception);
 void
 oomkit_unfit_learn(oomkit_call *call);
 
+/* "ValueError: Expected more ..." and where. New str or NULL. */
+PyObject *
+oomkit_unfit_describe(oomkit_call *call, PyObject *exception);
 /* Appends to what is said of a call that can be split no further why it can not. Steals
  * `reason`, which may be NULL. New reference or NULL. */
 PyObject *

@@ -94,11 +94,14 @@ whole_may_begin(oomkit_call *call, int runs, PyObject **why)
     return repeats == OOMKIT_REPEATS_UNKNOWN ? 0 : repeats;
 }
 
-/* What it says without the report below. New reference or NULL. */
+/* What it says without the report below; of the step's own error where it came from.
+ * New reference or NULL. */
 static PyObject *
-refusal_line(PyObject *refusal)
+refusal_line(oomkit_call *call, PyObject *refusal)
 {
-    OWNED PyObject *text = PyObject_Str(refusal);
+    OWNED PyObject *text = PyErr_GivenExceptionMatches(refusal, call->st->OomkitError)
+                               ? PyObject_Str(refusal)
+                               : oomkit_unfit_describe(call, refusal);
     Py_ssize_t end;
 
     if (text == NULL) {
@@ -119,7 +122,7 @@ whole_said(oomkit_call *call)
         return 0;
     }
     call->step->whole_only_said = 1;
-    line = refusal_line(call->cut->unfit.refusal);
+    line = refusal_line(call, call->cut->unfit.refusal);
     return line == NULL
                ? -1
                : oomkit_say(
