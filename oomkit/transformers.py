@@ -110,8 +110,9 @@ def protect(
     evaluation : bool
         Whether evaluation and prediction are protected, too.
     inexact : {"error", "warn"}
-        What is done where a split would not give what the whole batch gives: `SplitError`
-        before the update, or a warning.
+        What is done where a split would not give what the whole batch gives: the whole batch
+        runs, with what it needs in host memory, or `SplitError` before the update where that
+        has no room; or, with "warn", the split with a warning.
     log : bool
         Whether `oomkit/micro_batch`, `oomkit/ooms` and `oomkit/peak_gib` are logged.
     **options

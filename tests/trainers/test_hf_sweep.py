@@ -272,6 +272,7 @@ def test_a_call_that_is_made_again_has_no_copies_of_inputs() -> None:
     assert read == {each.untyped_storage().data_ptr() for each in ours}
 
 
+@pytest.mark.refusals
 def test_a_mean_over_weights_that_the_loss_makes_itself_is_refused() -> None:
     def make() -> Any:
         return trainer(

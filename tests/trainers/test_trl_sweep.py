@@ -438,6 +438,7 @@ class MeanOfRows(torch.nn.Module):
         return hidden - hidden.mean(0)
 
 
+@pytest.mark.refusals
 @pytest.mark.parametrize("inexact", ["error", "warn"])
 def test_scores_of_a_model_that_couples_rows_are_not_split(inexact: Any) -> None:
     made = online("RLOO")
@@ -451,6 +452,7 @@ def test_scores_of_a_model_that_couples_rows_are_not_split(inexact: Any) -> None
             _first_fails(made)
 
 
+@pytest.mark.refusals
 def test_what_is_proven_of_a_model_is_not_of_its_reference(tmp_path: Path) -> None:
     made = online("RLOO", beta=0.1, output_dir=tmp_path)
     made.ref_model.model.norm = torch.nn.Sequential(made.ref_model.model.norm, MeanOfRows())
