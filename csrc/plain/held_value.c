@@ -145,8 +145,14 @@ held_copy(oomkit_state *st, PyObject *tensor, uint64_t *room, oomkit_held *held)
         return -1;
     }
     held->is_state = !facts.requires_grad;
-    held->has_graph = facts.requires_grad && !oomkit_tensor_is_leaf(tensor, &facts);
-    held->is_leaf = facts.requires_grad && !held->has_graph;
+    if (facts.requires_grad) {
+        const int leaf = oomkit_tensor_is_leaf(tensor, &facts);
+        if (leaf < 0) {
+            return -1;
+        }
+        held->is_leaf = leaf > 0;
+        held->has_graph = leaf == 0;
+    }
     if (facts.bytes <= OOMKIT_PLAIN_SMALL) { /* its graph must not be held, it may */
         held->copy = PyObject_CallMethodNoArgs(tensor, st->str_detach);
         return held->copy == NULL ? -1 : 0;
