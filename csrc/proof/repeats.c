@@ -174,6 +174,7 @@ repeats_runs(oomkit_call *call, PyObject **why)
     for (i = 0; again && i <= OOMKIT_RESTARTS; i++) {
         Py_CLEAR(*why);
         result = repeats_of(call, rows, &again, why);
+        again = again && result == OOMKIT_REPEATS_UNKNOWN; /* no error is in flight */
         if (again && repeats_take_in(call) < 0) {
             return -1;
         }

@@ -144,6 +144,21 @@ learn_array(oomkit_result_site *site, const oomkit_result_path *path, PyObject *
     PyBuffer_Release(&view);
 }
 
+/* Rows: as many elements as rows, always. Numbers: always as many. Else rows that were
+ * chosen. Once it had another length than rows it is no list of all rows, whatever has
+ * that many of them later. */
+static void
+fact_list(oomkit_result_fact *fact, Py_ssize_t size, int64_t rows)
+{
+    fact->changes |= fact->calls > 0 && fact->size != size;
+    if (size != rows || fact->size == fact->rows) {
+        fact->size = size;
+        fact->rows = rows;
+    }
+    fact->varied = fact->changes && fact->size != fact->rows;
+    fact->calls = 1;
+}
+
 static void
 learn_value(oomkit_state *st, oomkit_result_site *site, const oomkit_result_path *path,
             PyObject *value, int64_t rows, int64_t dim)
@@ -169,10 +184,8 @@ learn_value(oomkit_state *st, oomkit_result_site *site, const oomkit_result_path
         }
     } else if (PyList_CheckExact(value)) {
         fact = fact_get(site, path, OOMKIT_RESULT_LIST);
-        if (fact != NULL &&
-            (fact->size == fact->rows || PyList_GET_SIZE(value) != rows)) {
-            fact->rows = rows; /* once it had another length it is no list of rows, */
-            fact->size = PyList_GET_SIZE(value); /* whatever has that many of them */
+        if (fact != NULL) {
+            fact_list(fact, PyList_GET_SIZE(value), rows);
         }
     } else if (strcmp(Py_TYPE(value)->tp_name, "numpy.ndarray") == 0) {
         learn_array(site, path, value, rows, dim);

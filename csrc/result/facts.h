@@ -33,7 +33,8 @@ typedef struct oomkit_result_fact {
 
     long long value; /* an integer: at the last whole call */
     uint32_t calls, changes;
-    int varied; /* the same number for different numbers of rows */
+    int varied; /* the same number for different numbers of rows; of a list: its
+                   rows were chosen, see fact_list() */
 
     int64_t size;   /* an array: of the batch's dimension; a list: its length */
     uint64_t shape; /* a tensor: hash of its dtype and other sizes; else 0 */

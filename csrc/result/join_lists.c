@@ -19,6 +19,36 @@ lengths_are_rows(const oomkit_rules *r, PyObject *const *values, int *sure)
     return 1;
 }
 
+/* Rows that were chosen: in whole calls it had one for each row, or now more of them,
+ * now fewer, and no micro-batch has more than rows. 1, 0 or -1. */
+static int
+chosen_rows(const oomkit_rules *r, const oomkit_place *where,
+            const oomkit_result_fact *known, PyObject *const *values)
+{
+    Py_ssize_t i;
+    int sure;
+
+    if (known == NULL || known->kind != OOMKIT_RESULT_LIST ||
+        !(known->varied || known->size == known->rows)) {
+        return 0;
+    }
+    for (i = 0; i < r->count && PyList_GET_SIZE(values[i]) <= r->rows[i]; i++) {
+    }
+    if (i < r->count || (known->varied && lengths_are_rows(r, values, &sure))) {
+        return i == r->count;
+    }
+    if (lengths_are_rows(r, values, &sure)) {
+        return 0;
+    }
+    return oomkit_place_warn(
+               r, where,
+               "has not an element for each row, and had in another call, or another "
+               "length: the lists of the micro-batches are put one behind the other "
+               "(return a tuple to have numbers averaged)") < 0
+               ? -1
+               : 1;
+}
+
 typedef struct elements {
     PyObject *first; /* borrowed from the results */
     oomkit_tensor_facts facts;
@@ -119,6 +149,12 @@ oomkit_lists_are_rows(const oomkit_rules *r, const oomkit_place *where,
     Py_ssize_t i;
     int sure, doubt;
 
+    if (where->outer != NULL || r->group_weights == NULL) {
+        const int chosen = chosen_rows(r, where, known, values);
+        if (chosen != 0) {
+            return chosen;
+        }
+    }
     if (!lengths_are_rows(r, values, &sure) ||
         (where->outer == NULL && r->group_weights != NULL)) {
         return 0; /* the losses of groups stand side by side */

@@ -94,7 +94,8 @@ def lost_graph(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Ten
     why = (
         "a gradient reached a tensor that the step had kept from an earlier call with its graph, "
         "and replaced before it ran out of memory: its values are back, its graph is gone. Run "
-        "backward() in the call that makes the graph, or keep the tensor with detach()"
+        "backward() in the call that makes the graph, or keep the tensor with detach(). It stays "
+        "so until the step, or you, store something else in its place"
         f"{_C.see('lost-graph')}"
     )
     with torch.inference_mode(False), torch.enable_grad():

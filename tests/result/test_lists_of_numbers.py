@@ -66,3 +66,28 @@ def test_each_call_returns_two(made: Any, call: int, nth: int, times: int, train
         found.append(results)
     for plain, protected in zip(*found, strict=True):
         torch.testing.assert_close(protected, plain, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("passing", [(8, 8, 8, 4), (8, 5, 8, 8), (8, 8, 4, 8), (5, 3, 8, 6)])
+@pytest.mark.parametrize("value", [1, 0.5, "row"])
+def test_rows_that_were_chosen_are_all_there(passing: tuple[int, ...], value: Any) -> None:
+    """As many of each half of the batch."""
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> list[Any]:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        return [value for row in x[:, 0].tolist() if row > 0]
+
+    for i, count in enumerate(passing):
+        x = torch.ones(8, 4, dtype=torch.float64)
+        left = 8 - count  # of both halves, in turn
+        x[[0, 4, 1, 5, 2, 6, 3, 7][:left], 0] = -1
+        if i == 2:
+            with inject_oom(nth=1, phase="backward"):
+                assert step(x) == [value] * count
+        else:
+            assert step(x) == [value] * count
