@@ -226,8 +226,13 @@ def _contrasting(oomkit: Any, torch: Any) -> Callable[[], Any]:
 
     def use() -> Any:
         trainer = Trainer()
-        with inject_oom(nth=2, phase="backward"):
-            oomkit.auto_batch(trainer.step)(x)
+        try:
+            with inject_oom(nth=2, phase="backward"):
+                oomkit.auto_batch(trainer.step)(x)
+        except oomkit.SplitError as refusal:  # it stands where there is no memory to see more
+            if trainer.n != 0 or any(p.grad is not None for p in trainer.model.parameters()):
+                raise AssertionError("the state is not that of the entry") from refusal
+            raise MemoryError from refusal
         return [trainer.n, *(p.grad.tolist() for p in trainer.model.parameters())]
 
     return use
