@@ -99,7 +99,9 @@ def lost_graph(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Ten
         f"{_C.see('lost-graph')}"
     )
     with torch.inference_mode(False), torch.enable_grad():
-        leaf = torch.empty(0, requires_grad=True)
-        anchor = _Anchor.apply(leaf, *leaves)  # type: ignore[no-untyped-call]
+        # No leaf of its own beside them: it would be one that the step is not known to have.
+        known = [leaf for leaf in leaves if leaf.requires_grad]
+        known = known or [torch.empty(0, requires_grad=True)]
+        anchor = _Anchor.apply(*known)  # type: ignore[no-untyped-call]
         lost: torch.Tensor = _Refused.apply(anchor, [value], why)  # type: ignore[no-untyped-call]
     return lost

@@ -99,3 +99,23 @@ def test_nothing_is_wrong_where_no_gradient_is_wanted(name: str, phase: str) -> 
         else:
             assert step(x) == expected
     assert torch.equal(plain.model.weight, program.model.weight)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_so_it_is_in_a_list(rows: int) -> None:
+    """Leaves that the runs before a retry find would have put it back without a word."""
+    program, batches, kept = Sums(), _batches(rows), list[torch.Tensor]()
+
+    def step(x: torch.Tensor) -> None:
+        out = program.model(x)
+        loss = out.square().mean() + sum(k.mean() for k in kept)
+        kept.clear()
+        kept.append(out[:, 0])
+        program.optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+
+    decorated = oomkit.auto_batch(step)
+    decorated(batches[0])
+    with inject_oom(nth=1, phase="backward"):
+        with pytest.raises((oomkit.SplitError, oomkit.OutOfMemory)):
+            decorated(batches[1])
