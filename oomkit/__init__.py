@@ -68,6 +68,7 @@ from ._code import side_effects as _side_effects
 from ._code import writes as _writes
 from ._engine import callables as _callables
 from ._engine import closures as _closures
+from ._engine import earlier as _earlier
 from ._engine import keepsake as _keepsake
 from ._engine import loops as _loops
 from ._engine import nodes as _nodes
@@ -178,6 +179,7 @@ _fits = _C._bind(
         "silent_closure": _closures.silent_closure,
         "has_step_hooks": _closures.has_step_hooks,
         "lost_graph": _nodes.lost_graph,
+        "stand_in": _earlier.stand_in,
         "plain_places": _plain_state.places,
         "value_copies": _alike.copies,
         "same_copies": _alike.same,

@@ -431,6 +431,16 @@ typedef struct oomkit_param_slots {
     Py_ssize_t count, room;
 } oomkit_param_slots;
 
+/* undo: gradients of earlier calls that the step has cleared, see gradients_back.c. */
+typedef struct oomkit_earlier_grad oomkit_earlier_grad;
+
+typedef struct oomkit_earlier_grads {
+    oomkit_earlier_grad *items; /* of each parameter that had one at entry; or NULL */
+    Py_ssize_t count;
+    int noted; /* they are known in this call */
+    int out;   /* some stand-ins are in .grad now */
+} oomkit_earlier_grads;
+
 /* undo: how everything that can go back was at entry of the attempt; a value, which
  * moves by oomkit_savepoint_move(). */
 typedef struct oomkit_savepoint {
@@ -440,8 +450,8 @@ typedef struct oomkit_savepoint {
     oomkit_param_slots slots;
     oomkit_thread_modes modes; /* of call: see oomkit_modes_entry */
     int modes_known;
-    uint32_t *versions; /* of parameters, and behind them two bytes for each: see
-                           oomkit_params_flags; or NULL */
+    uint32_t *versions; /* of parameters, behind them two bytes for each and which
+                           gradient it had: see oomkit_params_flags; or NULL */
     uint64_t *samples;  /* while split: hashes of 64 values each, or NULL */
     oomkit_param_copies *copies; /* parameters as they were, or NULL */
     struct oomkit_plain *plain;  /* of plain: its marks, or NULL; see plain_state.h */
@@ -450,6 +460,7 @@ typedef struct oomkit_savepoint {
     PyObject *hooks; /* owned: dict of address to what hook_tables.c notes of a table of
                         hooks, or NULL */
     oomkit_undone_buffers undone; /* what outlives the attempt that has moved them */
+    oomkit_earlier_grads earlier; /* this too */
 } oomkit_savepoint;
 
 /* How the batch is cut, where the call is in it, and all that only a call needs that is

@@ -32,10 +32,12 @@ clearing_is_none(const oomkit_state *st, PyObject *const *params, Py_ssize_t cou
     return none;
 }
 
-/* The same of a list, whose tensors may be of a class of somebody's own: 0 then. */
+/* The same of a list, whose tensors may be of a class of somebody's own: 0 then. What
+ * stands in for gradients of earlier calls is cleared. */
 static int
-clearing_list_has_nothing(const oomkit_state *st, PyObject *params)
+clearing_list_has_nothing(oomkit_call *call, PyObject *params)
 {
+    const oomkit_state *st = call->st;
     Py_ssize_t i, count = PyList_GET_SIZE(params);
     PyObject *const *items = ((PyListObject *)params)->ob_item; /* borrowed */
     int nothing = 1;
@@ -45,6 +47,9 @@ clearing_list_has_nothing(const oomkit_state *st, PyObject *params)
             !Py_IS_TYPE(items[i], (PyTypeObject *)st->Tensor)) {
             return 0;
         }
+    }
+    if (oomkit_earlier_grads_cleared(call, params) < 0) {
+        return -1;
     }
     for (i = 0; i < count && nothing == 1; i += CLEARING_CHUNK) {
         Py_ssize_t rest = count - i;
@@ -68,8 +73,9 @@ clearing_sees_gradients(const oomkit_state *st)
 /* Is every gradient of this optimizer None? Only lists, dictionaries and tensors that
  * answer for themselves are asked: 0 too where one may be somebody's own. -1 error. */
 static int
-clearing_has_nothing(const oomkit_state *st, PyObject *optimizer)
+clearing_has_nothing(oomkit_call *call, PyObject *optimizer)
 {
+    const oomkit_state *st = call->st;
     OWNED PyObject *groups = PyObject_GetAttr(optimizer, st->str_param_groups);
     Py_ssize_t g;
     int nothing = groups == NULL              ? -1
@@ -84,7 +90,7 @@ clearing_has_nothing(const oomkit_state *st, PyObject *optimizer)
         }
         nothing = PyErr_Occurred() ? -1
                   : params != NULL && PyList_CheckExact(params)
-                      ? clearing_list_has_nothing(st, params)
+                      ? clearing_list_has_nothing(call, params)
                       : 0;
     }
     return nothing;
@@ -125,7 +131,7 @@ oomkit_interceptor_clears(interceptor_object *self, PyObject *const *args,
     }
     plain = self->has_cleared ? clearing_is_plain(self, nargsf, kwnames) : 0;
     if (plain == 1) {
-        plain = clearing_has_nothing(call->st, self->target);
+        plain = clearing_has_nothing(call, self->target);
     }
     if (plain != 0) {
         return plain < 0 ? NULL : Py_NewRef(Py_None);

@@ -361,7 +361,8 @@ packed_new(oomkit_offload *self, PyObject *tensor, const oomkit_storage_facts *f
         if (it->tensor == NULL) {
             return NULL;
         }
-        it->bridge->versions(&holder, self->st->impl_offset, 1, &it->version, NULL);
+        it->bridge->versions(&holder, self->st->impl_offset, 1, &it->version, NULL,
+                             NULL);
         return STEAL(made);
     }
     switch (it->bridge->form_make(tensor, self->st->impl_offset, &it->form)) {
@@ -413,7 +414,7 @@ packed_check(oomkit_state *st, const packed *it)
     if (it->form != NULL) {
         it->bridge->form_versions(it->form, &then, &now);
     } else if (holder != NULL) {
-        it->bridge->versions(&holder, st->impl_offset, 1, &now, NULL);
+        it->bridge->versions(&holder, st->impl_offset, 1, &now, NULL, NULL);
     }
     if (now == then) {
         return 0;

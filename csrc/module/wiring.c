@@ -34,9 +34,11 @@ static const oomkit_rule *const when_repeated[] = {&oomkit_proof_of_split_rule, 
 static const oomkit_rule *const when_split[] = {
     &oomkit_sequence_rule, /* first: what others refuse is then known by its line */
     &oomkit_hyperparams_rule,
-    &oomkit_plain_alike_rule, /* before the step's effects are told */
-    &oomkit_switches_rule,    /* before anything is made of the graph */
-    &oomkit_stray_grads_rule, /* before anything accumulates */
+    &oomkit_plain_alike_rule,         /* before the step's effects are told */
+    &oomkit_switches_rule,            /* before anything is made of the graph */
+    &oomkit_earlier_grads_shown_rule, /* before anything looks at gradients */
+    &oomkit_stray_grads_rule,         /* before anything accumulates */
+    &oomkit_earlier_grads_rule,       /* when it has marked those that are there */
     &oomkit_grad_hooks_rule,
     &oomkit_loss_value_rule,
     &oomkit_weights_rule, /* weight= is the user's: while gradients are the caller's */

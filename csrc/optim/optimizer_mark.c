@@ -248,8 +248,8 @@ mark_versions(oomkit_state *st, oomkit_optimizer_mark *mark)
                 tensors[n++] = mark->items[to].value;
             }
         }
-        if (st->bridge->versions(tensors, st->impl_offset, (size_t)n, versions, NULL) !=
-            0) {
+        if (st->bridge->versions(tensors, st->impl_offset, (size_t)n, versions, NULL,
+                                 NULL) != 0) {
             return oomkit_bridge_failed("read a tensor");
         }
         for (i = from, n = 0; i < to; i++) {

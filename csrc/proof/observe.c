@@ -77,7 +77,7 @@ oomkit_proof_marks(const oomkit_call *call)
         return PyErr_NoMemory();
     }
     if (bridge->versions((const void *const *)parts->params, call->st->impl_offset,
-                         (size_t)n, versions, NULL) != OOMKIT_OK) {
+                         (size_t)n, versions, NULL, NULL) != OOMKIT_OK) {
         Py_RETURN_NONE;
     }
     list = PyList_New(n);

@@ -284,8 +284,11 @@ plain_tensor_facts(const void *Py_UNUSED(holder), ptrdiff_t Py_UNUSED(offset),
 
 static int
 plain_versions(const void *const *holders, ptrdiff_t Py_UNUSED(offset), size_t count,
-               uint32_t *versions, uint8_t *requires_grad)
+               uint32_t *versions, uint8_t *requires_grad, const void **grads)
 {
+    uint32_t of_first = 0;
+    int found = 0;
+
     for (size_t i = 0; i < count; i++) {
         PyObject *tensor = held_by(holders[i]); /* borrowed */
         if (versions != NULL && attribute_version(tensor, &versions[i]) < 0) {
@@ -298,6 +301,18 @@ plain_versions(const void *const *holders, ptrdiff_t Py_UNUSED(offset), size_t c
             }
             requires_grad[i] = flag == Py_True;
         }
+        if (grads != NULL) {
+            OWNED PyObject *grad = PyObject_GetAttr(tensor, kept.grad);
+            if (grad == NULL ||
+                (grad != Py_None && !found && attribute_version(grad, &of_first) < 0)) {
+                return OOMKIT_EFAILED;
+            }
+            grads[i] = grad == Py_None ? NULL : grad; /* lives as long as its tensor */
+            found |= grad != Py_None;
+        }
+    }
+    if (grads != NULL) {
+        grads[count] = (const void *)(uintptr_t)of_first;
     }
     return OOMKIT_OK;
 }

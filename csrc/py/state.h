@@ -361,6 +361,8 @@
     X(recompute_advise) /* oomkit._ladder.recompute: words for an error of theirs */   \
     X(refusal)    /* oomkit._engine.nodes.Refusal: results that refuse a gradient */   \
     X(lost_graph) /* the same: (tensor, leaves): its values, which refuse one */       \
+    X(stand_in)   /* oomkit._engine.earlier: in front of a parameter's gradient, None  \
+                   */                                                                  \
     X(split_loss) /* oomkit._engine.returned_loss: gives the loss of a split call its  \
                      node */                                                           \
     X(modes_then) /* oomkit._engine.returned_loss: enters autocast as it was */        \

@@ -23,7 +23,8 @@ oomkit_tensor_wants_grad(oomkit_state *st, PyObject *tensor)
     uint8_t wants;
 
     if (Py_IS_TYPE(tensor, (PyTypeObject *)st->Tensor) &&
-        st->bridge->versions(&holder, st->impl_offset, 1, NULL, &wants) == OOMKIT_OK) {
+        st->bridge->versions(&holder, st->impl_offset, 1, NULL, &wants, NULL) ==
+            OOMKIT_OK) {
         return wants;
     }
     return oomkit_tensor_facts_get(st, tensor, 0, &facts) < 0 ? -1
@@ -141,7 +142,7 @@ facts_agree(oomkit_state *st, PyObject *tensor, ptrdiff_t offset)
     uint32_t version = UINT32_MAX;
 
     if (st->bridge->tensor_facts(tensor, offset, 0, &ours) != OOMKIT_OK ||
-        st->bridge->versions(&holder, offset, 1, &version, NULL) != OOMKIT_OK ||
+        st->bridge->versions(&holder, offset, 1, &version, NULL, NULL) != OOMKIT_OK ||
         oomkit_attribute_facts(tensor, 0, &theirs) < 0) {
         return 0;
     }

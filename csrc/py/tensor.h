@@ -80,7 +80,7 @@ oomkit_tensor_version(oomkit_state *st, PyObject *tensor, uint32_t *version)
 {
     const void *holder = tensor;
 
-    return st->bridge->versions(&holder, st->impl_offset, 1, version, NULL) == 0
+    return st->bridge->versions(&holder, st->impl_offset, 1, version, NULL, NULL) == 0
                ? 0
                : oomkit_bridge_failed("read a tensor");
 }

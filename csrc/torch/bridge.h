@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 #define OOMKIT_BRIDGE_CAPSULE "oomkit._bridge.api"
-#define OOMKIT_BRIDGE_VERSION 10u
+#define OOMKIT_BRIDGE_VERSION 11u
 #define OOMKIT_BRIDGE_UNKNOWN UINT64_MAX
 
 /* Mark of a gradient: which tensor it was and at which version. `grad` is held weakly:
@@ -102,10 +102,11 @@ typedef struct oomkit_bridge {
     /* --- tensors --- */
     int (*tensor_facts)(const void *holder, ptrdiff_t offset, int64_t dim,
                         oomkit_tensor_facts *facts);
-    /* versions[i] of each tensor (0 for one without), and whether it requires grad;
-     * either may be NULL */
+    /* versions[i] of each tensor (0 for one without), whether it requires grad, and
+     * which tensor its gradient is (NULL: none), to be compared alone; grads[count] is
+     * the version of the first of them. Each may be NULL. */
     int (*versions)(const void *const *holders, ptrdiff_t offset, size_t count,
-                    uint32_t *versions, uint8_t *requires_grad);
+                    uint32_t *versions, uint8_t *requires_grad, const void **grads);
     /* Marks the gradient of each tensor; every mark must be released. */
     int (*grads_mark)(const void *const *holders, ptrdiff_t offset, size_t count,
                       oomkit_grad_mark *marks);

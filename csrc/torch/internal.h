@@ -82,7 +82,7 @@ tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
              oomkit_tensor_facts *facts) noexcept;
 int
 versions(const void *const *holders, ptrdiff_t offset, size_t count, uint32_t *values,
-         uint8_t *requires_grad) noexcept;
+         uint8_t *requires_grad, const void **grads) noexcept;
 int
 grads_mark(const void *const *holders, ptrdiff_t offset, size_t count,
            oomkit_grad_mark *marks) noexcept;

@@ -92,6 +92,20 @@ requires_grad_of(const c10::TensorImpl *impl)
 }
 
 void
+grads_note(const void *const *holders, ptrdiff_t offset, size_t count,
+           const void **grads)
+{
+    const c10::TensorImpl *first = nullptr;
+    for (size_t i = count; i-- > 0;) {
+        const c10::TensorImpl *grad = grad_of(impl_of(holders[i], offset));
+        grads[i] = grad;
+        first = grad == nullptr ? first : grad;
+    }
+    grads[count] = reinterpret_cast<const void *>(
+        static_cast<uintptr_t>(first == nullptr ? 0 : version_of(first)));
+}
+
+void
 fill_facts(const c10::TensorImpl *impl, int64_t dim, oomkit_tensor_facts *facts)
 {
     const c10::IntArrayRef sizes = impl->sizes();
@@ -269,7 +283,7 @@ tensor_facts(const void *holder, ptrdiff_t offset, int64_t dim,
 
 int
 versions(const void *const *holders, ptrdiff_t offset, size_t count, uint32_t *values,
-         uint8_t *requires_grad) noexcept
+         uint8_t *requires_grad, const void **grads) noexcept
 {
     try {
         for (size_t i = 0; i < count; i++) {
@@ -280,6 +294,9 @@ versions(const void *const *holders, ptrdiff_t offset, size_t count, uint32_t *v
             if (requires_grad != nullptr) {
                 requires_grad[i] = requires_grad_of(impl) ? 1 : 0;
             }
+        }
+        if (grads != nullptr) {
+            grads_note(holders, offset, count, grads);
         }
         return OOMKIT_OK;
     } catch (...) {

@@ -235,6 +235,236 @@ grads_go(oomkit_call *call, const uint8_t *states)
     return 1;
 }
 
+/* --- gradients of earlier calls that the step clears --- */
+
+struct oomkit_earlier_grad {
+    PyObject *param;    /* owned: had a gradient at entry */
+    PyObject *stand_in; /* owned: in its .grad while the function runs; or NULL */
+    PyObject *behind; /* owned: what that stands in front of, NULL while it does not */
+    int cleared;      /* it is another one since, or has been written to */
+};
+
+/* Which tensor gradient i was when this attempt marked it, or is now: to be compared
+ * with that of the entry. */
+static const void *
+earlier_then(const oomkit_call *call, const void *const *now, Py_ssize_t i)
+{
+    void *marked;
+    OWNED PyObject *alive = NULL; /* of a mark without a bridge, a weak reference */
+
+    if (!call->grads.marked) {
+        return now[i];
+    }
+    marked = call->grads.marks[i].grad;
+    if (marked == NULL || oomkit_has_bridge(call->st)) {
+        return marked;
+    }
+    alive = oomkit_reference_get(marked);
+    return alive;
+}
+
+/* What the step has done ahead of its first backward. Where it has written to one of
+ * them (zeros) it has to all: the version of the first is known. */
+static void
+earlier_compare(oomkit_call *call, const void *const *entry, const void *const *now)
+{
+    oomkit_earlier_grads *e = &call->entry.earlier;
+    const Py_ssize_t n = call->parts->param_count;
+    Py_ssize_t i;
+    int moved = 0;
+
+    for (i = 0; i < n; i++) {
+        oomkit_earlier_grad *item = &e->items[e->count];
+        const int same = entry[i] == earlier_then(call, now, i);
+        if (entry[i] == NULL) {
+            continue;
+        }
+        if (e->count == 0 && same) {
+            moved = (uint32_t)(uintptr_t)entry[n] !=
+                    (call->grads.marked ? call->grads.marks[i].version
+                                        : (uint32_t)(uintptr_t)now[n]);
+        }
+        item->param = Py_NewRef(call->parts->params[i]);
+        item->cleared = !same || moved;
+        e->count++;
+    }
+}
+
+/* Once for a call, while the marks of its entry stand. 0 or -1. */
+static int
+earlier_note(oomkit_call *call)
+{
+    oomkit_earlier_grads *e = &call->entry.earlier;
+    const void *const *entry = oomkit_params_gradients(call); /* borrowed */
+    const Py_ssize_t n = call->parts->param_count;
+    OWNED_MEMORY const void **now = NULL;
+    Py_ssize_t i, had = 0;
+
+    for (i = 0; !e->noted && entry != NULL && i < n; i++) {
+        had += entry[i] != NULL;
+    }
+    if (had == 0) {
+        e->noted |= entry != NULL;
+        return 0;
+    }
+    now = PyMem_Malloc(((size_t)n + 1) * sizeof(*now));
+    e->items = PyMem_Calloc((size_t)had, sizeof(*e->items));
+    if (now == NULL || e->items == NULL) {
+        MEMORY_CLEAR(e->items);
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (oomkit_params_gradients_now(call, now) < 0) {
+        MEMORY_CLEAR(e->items);
+        return -1;
+    }
+    earlier_compare(call, entry, now);
+    e->noted = 1;
+    return 0;
+}
+
+/* Its parameter gets a stand-in, whose values are an error to read. 0 or -1. */
+static int
+earlier_hide(oomkit_call *call, oomkit_earlier_grad *item)
+{
+    oomkit_state *st = call->st;
+    OWNED PyObject *gradient = PyObject_GetAttr(item->param, st->str_grad);
+    OWNED PyObject *made = NULL;
+
+    if (gradient == NULL) {
+        return -1;
+    }
+    if (gradient != Py_None && !item->cleared) { /* the caller's own, as it was */
+        return 0;
+    }
+    made = PyObject_CallFunctionObjArgs(
+        st->stand_in, item->param, gradient,
+        item->stand_in == NULL ? Py_None : item->stand_in, NULL);
+    if (made == NULL || made == Py_None) {
+        return made == NULL ? -1 : 0;
+    }
+    Py_XSETREF(item->stand_in, STEAL(made));
+    if (PyObject_SetAttr(item->param, st->str_grad, item->stand_in) < 0) {
+        return -1;
+    }
+    item->behind = STEAL(gradient);
+    call->entry.earlier.out = 1;
+    return 0;
+}
+
+/* The stand-in goes, unless the step has put something else there. 0 or -1. */
+static int
+earlier_show(oomkit_call *call, oomkit_earlier_grad *item)
+{
+    PyObject *name = call->st->str_grad; /* borrowed */
+    OWNED PyObject *gradient = NULL;
+
+    if (item->behind == NULL) {
+        return 0;
+    }
+    gradient = PyObject_GetAttr(item->param, name);
+    if (gradient == NULL ||
+        (gradient == item->stand_in &&
+         PyObject_SetAttr(item->param, name, item->behind) < 0) ||
+        PyObject_SetAttrString(item->stand_in, "behind", Py_None) < 0) {
+        return -1;
+    }
+    Py_CLEAR(item->behind);
+    return 0;
+}
+
+int
+oomkit_earlier_grads_show(oomkit_call *call)
+{
+    oomkit_earlier_grads *e = &call->entry.earlier;
+    Py_ssize_t i;
+    int result = 0;
+
+    for (i = 0; e->out && i < e->count; i++) {
+        result |= earlier_show(call, &e->items[i]);
+    }
+    e->out = result < 0;
+    return result;
+}
+
+int
+oomkit_earlier_grads_cleared(oomkit_call *call, PyObject *params)
+{
+    oomkit_earlier_grads *e = &call->entry.earlier;
+    Py_ssize_t i, k, at = 0; /* mostly they come in the same order */
+
+    for (i = 0; e->out && i < PyList_GET_SIZE(params); i++) {
+        PyObject *param = PyList_GET_ITEM(params, i); /* borrowed */
+        for (k = 0; k < e->count && e->items[(at + k) % e->count].param != param; k++) {
+        }
+        at = (at + k) % e->count;
+        if (k < e->count && earlier_show(call, &e->items[at]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The whole batch would find those of earlier calls. Where they are gone, because an
+ * attempt before has cleared them, or the first micro-batch, to read them is an error.
+ */
+static int
+earlier_micro_begins(oomkit_call *call)
+{
+    oomkit_earlier_grads *e = &call->entry.earlier;
+    const int later = call->cut->at > 0 || oomkit_call_is_replay(call);
+    Py_ssize_t i;
+    int result = later ? earlier_note(call) : 0;
+
+    EXEMPT (call->st) {
+        for (i = 0; result == 0 && i < e->count; i++) {
+            if (later || e->items[i].cleared) {
+                result = earlier_hide(call, &e->items[i]);
+            }
+        }
+    }
+    return result;
+}
+
+static int
+earlier_backward_begins(oomkit_call *call, oomkit_backward *backward)
+{
+    (void)backward;
+    return oomkit_earlier_grads_show(call);
+}
+
+static void
+earlier_micro_left(oomkit_call *call)
+{
+    KEEPING_EXCEPTION {
+        if (oomkit_earlier_grads_show(call) < 0) {
+            oomkit_error_unraised(
+                call->given.func); /* tried again when all goes back */
+        }
+    }
+}
+
+void
+oomkit_earlier_grads_free(oomkit_call *call)
+{
+    oomkit_earlier_grads *e = &call->entry.earlier;
+    Py_ssize_t i;
+
+    earlier_micro_left(call);
+    for (i = 0; i < e->count; i++) {
+        Py_XDECREF(e->items[i].param);
+        Py_XDECREF(e->items[i].stand_in);
+        Py_XDECREF(e->items[i].behind);
+    }
+    PyMem_Free(e->items);
+    memset(e, 0, sizeof(*e));
+}
+
+const oomkit_rule oomkit_earlier_grads_rule = {.micro_begins = earlier_micro_begins};
+
+const oomkit_rule oomkit_earlier_grads_shown_rule = {
+    .backward_begins = earlier_backward_begins, .micro_left = earlier_micro_left};
+
 /* 0 every gradient is as at the marks (or set aside); 1 refused: *why and *which (owned
  * parameter) tell; -1 error. Nothing is changed when it refuses. */
 int
@@ -245,7 +475,8 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
     OWNED_MEMORY uint32_t *steps = NULL;
     int aside, result = 0;
 
-    if (grads_bring_out(call) < 0) {
+    if (oomkit_earlier_grads_show(call) < 0 ||
+        (call->proof == NULL && earlier_note(call) < 0) || grads_bring_out(call) < 0) {
         return -1;
     }
     if (!call->grads.marked || call->grads.gone) {

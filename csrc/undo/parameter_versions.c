@@ -4,15 +4,17 @@
 #include "../plain/plain.h"
 #include "../py/tensor.h"
 
-/* The version of every parameter, and whether it requires grad; either may be NULL. 0
- * or -1. */
+#define ALIGNED(bytes) (((bytes) + sizeof(void *) - 1) & ~(sizeof(void *) - 1))
+
+/* The version of every parameter, whether it requires grad, and its gradient; each may
+ * be NULL. 0 or -1. */
 static int
 params_read(oomkit_state *st, const oomkit_participants *parts, uint32_t *versions,
-            uint8_t *requires_grad)
+            uint8_t *requires_grad, const void **gradients)
 {
     return st->bridge->versions((const void *const *)parts->params, st->impl_offset,
-                                (size_t)parts->param_count, versions,
-                                requires_grad) == OOMKIT_OK
+                                (size_t)parts->param_count, versions, requires_grad,
+                                gradients) == OOMKIT_OK
                ? 0
                : oomkit_bridge_failed("read the parameters");
 }
@@ -33,7 +35,7 @@ oomkit_params_all_moved(oomkit_call *call)
     if (n == 0 || call->entry.versions == NULL) {
         return moved;
     }
-    if (params_read(call->st, call->parts, now, NULL) < 0) {
+    if (params_read(call->st, call->parts, now, NULL, NULL) < 0) {
         MEMORY_CLEAR(moved);
         return NULL;
     }
@@ -62,7 +64,7 @@ oomkit_params_moved(oomkit_call *call, Py_ssize_t *which)
         PyErr_NoMemory();
         return -1;
     }
-    if (params_read(call->st, call->parts, now, NULL) < 0) {
+    if (params_read(call->st, call->parts, now, NULL, NULL) < 0) {
         return -1;
     }
     for (i = 0; i < n; i++) {
@@ -113,6 +115,26 @@ oomkit_params_rewritten(const oomkit_call *call, Py_ssize_t *which)
     return 0;
 }
 
+/* Behind the versions and the two bytes of each. */
+static const void **
+params_gradients(const oomkit_call *call)
+{
+    const size_t before = (size_t)call->parts->param_count * (sizeof(uint32_t) + 2);
+    return (const void **)((char *)call->entry.versions + ALIGNED(before));
+}
+
+const void *const *
+oomkit_params_gradients(const oomkit_call *call)
+{
+    return call->entry.versions == NULL ? NULL : params_gradients(call);
+}
+
+int
+oomkit_params_gradients_now(oomkit_call *call, const void **gradients)
+{
+    return params_read(call->st, call->parts, NULL, NULL, gradients);
+}
+
 /* What the parameters' versions are now. 0 or -1. */
 int
 oomkit_params_mark(oomkit_call *call)
@@ -123,15 +145,16 @@ oomkit_params_mark(oomkit_call *call)
         return 0;
     }
     if (call->entry.versions == NULL) {
-        call->entry.versions = oomkit_spare_take(&call->parts->spare_versions,
-                                                 (size_t)n * (sizeof(uint32_t) + 2));
+        call->entry.versions = oomkit_spare_take(
+            &call->parts->spare_versions, ALIGNED((size_t)n * (sizeof(uint32_t) + 2)) +
+                                              ((size_t)n + 1) * sizeof(void *));
         if (call->entry.versions == NULL) {
             PyErr_NoMemory();
             return -1;
         }
     }
     return params_read(call->st, call->parts, call->entry.versions,
-                       oomkit_params_flags(call, 0));
+                       oomkit_params_flags(call, 0), params_gradients(call));
 }
 
 void
@@ -156,7 +179,7 @@ int
 oomkit_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
                         uint8_t *flags)
 {
-    return params_read(st, parts, NULL, flags);
+    return params_read(st, parts, NULL, flags, NULL);
 }
 
 static int

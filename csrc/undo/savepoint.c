@@ -326,6 +326,9 @@ oomkit_savepoint_end(oomkit_call *call)
     if (call->entry.undone.room > 0) {
         oomkit_undone_buffers_free(call);
     }
+    if (call->entry.earlier.count > 0) {
+        oomkit_earlier_grads_free(call);
+    }
     Py_CLEAR(call->refused.hooked);
     Py_CLEAR(call->refused.split_alone);
 }

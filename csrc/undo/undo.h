@@ -168,8 +168,19 @@ int
 oomkit_grads_changed_since(oomkit_call *call);
 
 /* --- gradients_back.c --- */
+/* What happens in a call concerns (call/events.h): */
+extern const oomkit_rule oomkit_earlier_grads_rule;
+extern const oomkit_rule oomkit_earlier_grads_shown_rule;
 int
 oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
+/* Stand-ins of gradients of earlier calls are no longer in .grad. 0 or -1. */
+int
+oomkit_earlier_grads_show(oomkit_call *call);
+/* The step clears the gradients of these parameters (a list). 0 or -1. */
+int
+oomkit_earlier_grads_cleared(oomkit_call *call, PyObject *params);
+void
+oomkit_earlier_grads_free(oomkit_call *call);
 
 /* --- gradients.c: since a micro-batch began --- */
 void
@@ -359,6 +370,13 @@ oomkit_params_flags(const oomkit_call *call, int at_end);
 int
 oomkit_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
                         uint8_t *flags);
+/* Which tensor the gradient of each parameter was at entry (NULL: none), to be compared
+ * alone; behind them the version of the first. Borrowed, NULL without marks. And now,
+ * into as many and one: 0 or -1. */
+const void *const *
+oomkit_params_gradients(const oomkit_call *call);
+int
+oomkit_params_gradients_now(oomkit_call *call, const void **gradients);
 void
 oomkit_savepoint_end(oomkit_call *call);
 /* What outlives a call goes from one savepoint to another that has none of it: random

@@ -87,7 +87,7 @@ def parameter():
 def test_the_table_is_that_of_the_running_torch():
     assert bridge.torch_version == ".".join(torch.__version__.split(".")[:2])
     assert f"{api.torch_major}.{api.torch_minor}" == bridge.torch_version
-    assert api.version == 10
+    assert api.version == 11
     assert api.size == ctypes.sizeof(Table)
 
 
@@ -244,10 +244,15 @@ def test_versions():
     tensor.add_(1).mul_(2)
     leaf = torch.ones(2, requires_grad=True)
     values, flags = (ctypes.c_uint32 * 4)(), (ctypes.c_uint8 * 4)()
+    leaf.grad = torch.ones(2).add_(1)
+    grads = (ctypes.c_void_p * 5)()
     holders = Holders(tensor, other, inference, leaf)
-    assert api.versions(holders.array, 0, 4, values, flags) == OK
+    assert api.versions(holders.array, 0, 4, values, flags, grads) == OK
     assert list(values) == [tensor._version, 0, 0, 0] == [2, 0, 0, 0]
     assert list(flags) == [0, 0, 0, 1]
+    assert list(grads) == [None, None, None, leaf.grad._cdata, leaf.grad._version]
+    assert api.versions(holders.array, 0, 3, values, None, grads) == OK
+    assert list(grads)[:4] == [None] * 4
 
 
 def test_facts_of_a_plain_tensor():

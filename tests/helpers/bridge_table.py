@@ -76,7 +76,7 @@ class Table(ctypes.Structure):
             "tensor_facts",
             function(ctypes.c_int, pointer, offset_t, ctypes.c_int64, ctypes.POINTER(Facts)),
         ),
-        ("versions", function(ctypes.c_int, pointer, offset_t, size_t, pointer, pointer)),
+        ("versions", function(ctypes.c_int, pointer, offset_t, size_t, pointer, pointer, pointer)),
         ("grads_mark", function(ctypes.c_int, pointer, offset_t, size_t, ctypes.POINTER(Mark))),
         (
             "grads_compare",

@@ -1,0 +1,81 @@
+"""In place of gradients of an earlier call that are gone: their values are an error to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .. import _C
+
+_aten = torch.ops.aten
+_PASSES_ON = {_aten.detach.default, _aten.alias.default, _aten.clone.default}
+
+
+class EarlierGradient(torch.Tensor):
+    """Has the shape of a parameter and no memory. It can be cleared, or replaced."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    behind: torch.Tensor | None  # the gradient itself, zeros since it was cleared or not
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> EarlierGradient:
+        made: EarlierGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.behind = None
+        return made
+
+    def clear(self) -> EarlierGradient:
+        """Set what it stands in front of to zero."""
+        if self.behind is not None:
+            self.behind.zero_()
+        return self
+
+    def __repr__(self, **_: Any) -> str:
+        return "<gradient of an earlier call, which is gone>"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _aten.zero_.default:
+            return args[0].clear()
+        if func is _aten._foreach_zero_.default:
+            return [one.clear() for one in args[0]]
+        if func is _aten.detach_.default:
+            return args[0]
+        if func in _PASSES_ON:  # of a copy of the whole model, or `.grad.data`
+            passed = cls(args[0])
+            passed.behind = None if func is _aten.clone.default else args[0].behind
+            return passed
+        raise _C.SplitError(
+            "the step read a gradient of an earlier call ahead of its own backward(), and that "
+            "gradient is gone: the call ran out of memory behind its zero_grad(), or is split. "
+            "Behind the update, keep what the next call needs of a gradient in a tensor or "
+            f"number of its own{_C.see('earlier-gradient')}"
+        )
+
+
+def stand_in(
+    parameter: torch.Tensor, gradient: torch.Tensor | None, made: EarlierGradient | None
+) -> EarlierGradient | None:
+    """Return what stands in front of a gradient; None where it would need a class of its own.
+
+    Args:
+        parameter: that has the gradient.
+        gradient: what is in its `.grad`.
+        made: what this has returned for the parameter before, to be used again.
+    """
+    if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if parameter.layout is not torch.strided:
+        return None
+    made = EarlierGradient(parameter) if made is None else made
+    made.behind = gradient
+    return made
