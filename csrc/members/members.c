@@ -365,7 +365,49 @@ parts_add_module(oomkit_state *st, oomkit_participants *parts, PyObject *module)
     return first;
 }
 
-/* An optimizer leads to the parameters of its groups. */
+static int
+parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *optimizer);
+
+/* What one of the program's own keeps and steps itself: SAM's base_optimizer, or a list
+ * of them. 0 or -1. */
+static int
+parts_add_inner(oomkit_state *st, oomkit_participants *parts, PyObject *value,
+                int in_list)
+{
+    OWNED PyObject *items = NULL; /* a stable copy, for look-ups may run code */
+    Py_ssize_t i;
+
+    if (PyObject_TypeCheck(value, (PyTypeObject *)st->Optimizer)) {
+        return parts_add_optimizer(st, parts, value);
+    }
+    if (in_list || (!PyList_CheckExact(value) && !PyTuple_CheckExact(value))) {
+        return 0;
+    }
+    items = PySequence_Tuple(value);
+    for (i = 0; items != NULL && i < PyTuple_GET_SIZE(items); i++) {
+        if (parts_add_inner(st, parts, PyTuple_GET_ITEM(items, i), 1) < 0) {
+            return -1;
+        }
+    }
+    return items == NULL ? -1 : 0;
+}
+
+static int
+parts_add_inner_optimizers(oomkit_state *st, oomkit_participants *parts,
+                           PyObject *optimizer)
+{
+    OWNED PyObject *own = oomkit_own_attributes(optimizer);
+    Py_ssize_t i;
+
+    for (i = 1; own != NULL && i < PyTuple_GET_SIZE(own); i += 2) {
+        if (parts_add_inner(st, parts, PyTuple_GET_ITEM(own, i), 0) < 0) {
+            return -1;
+        }
+    }
+    return own == NULL ? -1 : 0;
+}
+
+/* An optimizer leads to the parameters of its groups, and to those inside it. */
 static int
 parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *optimizer)
 {
@@ -394,7 +436,7 @@ parts_add_optimizer(oomkit_state *st, oomkit_participants *parts, PyObject *opti
             parts->optimizer_led |= parts->param_count > before;
         }
     }
-    return 0;
+    return parts_add_inner_optimizers(st, parts, optimizer);
 }
 
 static int
