@@ -16,7 +16,7 @@ _PASSES_ON = {_aten.detach.default, _aten.alias.default, _aten.clone.default}
 class EarlierGradient(torch.Tensor):
     """Has the shape of a parameter and no memory. It can be cleared, or replaced."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     behind: torch.Tensor | None  # the gradient itself, zeros since it was cleared or not
 
     @staticmethod
@@ -33,11 +33,11 @@ class EarlierGradient(torch.Tensor):
             self.behind.zero_()
         return self
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return "<gradient of an earlier call, which is gone>"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,

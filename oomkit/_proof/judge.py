@@ -32,20 +32,18 @@ from .residual import Products, left
 from .runs import Copies, Run, Update
 from .slope import COARSE, slope
 from .weights import (
-    TOLD,
     Cut,
     Leaves,
     Tried,
     Weigher,
     candidates,
-    cuts,
+    confirm,
     decisive,
     facts,
     fuller,
     is_varied,
     learn,
     less_likely,
-    pairs,
     possible,
     settled,
     undecided,
@@ -573,6 +571,15 @@ class Proof:
             self.volatile &= again is None and (not self._repeats or isinstance(one, float))
             what = values.shown(two, one) if gap < math.inf else values.shapes(two, one)
             self._fail(gap, f"{place} of the joined parts is {what}")
+        self._compare_lengths(whole, made)
+
+    def _compare_lengths(self, whole: Run, made: Run) -> None:
+        """Lists whose elements are no rows, or rows that are chosen among all of them."""
+        now = values.list_lengths(made.results)
+        for place, one in values.list_lengths(whole.results).items():
+            if now.get(place, one) != one:
+                text = f"{place} of the joined parts has {now[place]} elements instead of {one}"
+                self._fail(math.inf, text)
 
     def _is_joined(self, place: str, one: Any, made: Run, limit: float) -> bool:
         parts = [each.get(place) for each in made.each]
@@ -743,6 +750,7 @@ class Proof:
 
     # --- searching a weight ---
     fuller = staticmethod(fuller)
+    confirm = staticmethod(confirm)
 
     def search(self, leaves: Leaves, cut: Cut) -> list[Weigher]:
         """Weights that make the gradients of two parts the gradient of both, most likely first.
@@ -805,42 +813,6 @@ class Proof:
             if shares is not None and losses.fits(*shares):
                 rules.append(rule)
         return (*verdict, rules)
-
-    def confirm(
-        self,
-        leaves: Leaves,
-        rule: Weigher,
-        start: int,
-        length: int,
-        first: int,
-        slices: Cut,
-        unit: tuple[int, int],
-    ) -> tuple[int, int, int] | None:
-        """Another place to try weights at: start, length and first part. None where they
-        cannot be told from rows there.
-
-        Args:
-            rule: the weights.
-            start, length, first: where they were found.
-            slices: the micro-batches of the call.
-            unit: see `cuts`.
-        """
-        rows = Weigher("rows")
-        best = None
-        for at, size, part in [*cuts([(start, length), *slices], unit), *pairs(slices)]:
-            cut = [(at, part), (at + part, size - part)]
-            mine, plain = rule.shares(cut), rows.shares(cut)
-            told = mine is not None and plain is not None and abs(mine[0] - plain[0]) >= TOLD
-            if rule.kind != "rows" and not told:
-                continue
-            if best is not None and size > max(length, *(each for _, each in slices)):
-                break  # two micro-batches need not fit
-            full = mine is None or 0.0 not in mine  # a mean over nothing is nan
-            if at != start and full:
-                return at, size, part
-            if (at, size, part) != (start, length, first):
-                best = best or (at, size, part)
-        return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)
 
     def place(self, *of: Any) -> int:
         """Where to look at so many rows instead of at `start`; see `varied`."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ __all__ = [
     "is_same",
     "kept_leaves",
     "limit",
+    "list_lengths",
     "loss_of",
     "mark",
     "norm",
@@ -51,6 +54,7 @@ _VALUE = {
     torch.bool: 0.1,
 }
 _EXACT, _HALF = 1e-9, 2e-2  # tolerance() of a loss in double precision, and in half
+_IN_LIST = re.compile(r"(.*)\[\d+\]$")  # the place of an element
 _SAMPLE = 64  # values of a parameter that tell that it has moved
 _CHUNK = 1 << 16  # elements that a cache holds
 _PIECE = 1 << 20  # of an accelerator, whose memory may be full: 4 MiB in single precision
@@ -292,6 +296,11 @@ def kept(value: Any) -> Any:
 def kept_leaves(result: Any) -> dict[str, Any]:
     """The values in a result, by place, without their graphs."""
     return {place: kept(value) for place, value in leaves_of(result, "result", (tuple, list))}
+
+
+def list_lengths(leaves: Mapping[str, Any]) -> dict[str, int]:
+    """How many values stand in each list (or tuple) of them, by its place."""
+    return dict(Counter(m[1] for place in leaves if (m := _IN_LIST.match(place))))
 
 
 def gap(one: Any, two: Any) -> float:

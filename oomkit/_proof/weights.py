@@ -21,6 +21,7 @@ __all__ = [
     "Tried",
     "Weigher",
     "candidates",
+    "confirm",
     "cuts",
     "decisive",
     "facts",
@@ -654,3 +655,39 @@ def decisive(
                 if (full, gap) > best:
                     best, where = (full, gap), (at, rows, part)
     return where
+
+
+def confirm(
+    leaves: Leaves,
+    rule: Weigher,
+    start: int,
+    length: int,
+    first: int,
+    slices: Cut,
+    unit: tuple[int, int],
+) -> tuple[int, int, int] | None:
+    """Another place to try weights at: start, length and first part. None where they
+    cannot be told from rows there.
+
+    Args:
+        rule: the weights.
+        start, length, first: where they were found.
+        slices: the micro-batches of the call.
+        unit: see `cuts`.
+    """
+    rows = Weigher("rows")
+    best = None
+    for at, size, part in [*cuts([(start, length), *slices], unit), *pairs(slices)]:
+        cut = [(at, part), (at + part, size - part)]
+        mine, plain = rule.shares(cut), rows.shares(cut)
+        told = mine is not None and plain is not None and abs(mine[0] - plain[0]) >= TOLD
+        if rule.kind != "rows" and not told:
+            continue
+        if best is not None and size > max(length, *(each for _, each in slices)):
+            break  # two micro-batches need not fit
+        full = mine is None or 0.0 not in mine  # a mean over nothing is nan
+        if at != start and full:
+            return at, size, part
+        if (at, size, part) != (start, length, first):
+            best = best or (at, size, part)
+    return best or ((start, length, first) if rule.kind in ("rows", "sum") else None)

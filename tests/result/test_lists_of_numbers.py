@@ -91,3 +91,32 @@ def test_rows_that_were_chosen_are_all_there(passing: tuple[int, ...], value: An
                 assert step(x) == [value] * count
         else:
             assert step(x) == [value] * count
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_list_that_parts_make_longer_is_not_joined(times: int) -> None:
+    """The classes that are predicted: those of the parts, one behind the other, are others."""
+    found = []
+    for protect in (False, True):
+        torch.manual_seed(SEED)
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> Any:
+            out = model(x)
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+            return sorted(set(out.argmax(1).tolist()))
+
+        called: Any = oomkit.auto_batch(step) if protect else step
+        for rows in (8, 8):
+            called(torch.randn(rows, 6, dtype=torch.float64))
+        few = torch.randn(1, 6, dtype=torch.float64).expand(3, 6).contiguous()
+        if protect:
+            with inject_oom(phase="forward", times=times):
+                found.append(called(few))
+        else:
+            found.append(called(few))
+    assert found[0] == found[1]
+    assert len(found[0]) == 1
