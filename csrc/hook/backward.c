@@ -71,14 +71,16 @@ backward_weighted(oomkit_call *call, PyObject *gradients, double weight)
     return STEAL(scaled);
 }
 
-/* Does this run of the engine write to .grad? autograd.grad does not. */
+/* Does this run of the engine write to .grad? autograd.grad does not. torch's own calls
+ * name that last, by a name that is ours. */
 static int
 backward_accumulates(oomkit_state *st, PyObject *const *args, size_t nargsf,
                      PyObject *kwnames)
 {
-    Py_ssize_t i, n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t i = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
 
-    for (i = 0; kwnames != NULL && i < PyTuple_GET_SIZE(kwnames); i++) {
+    while (i-- > 0) {
         if (PyTuple_GET_ITEM(kwnames, i) == st->str_accumulate_grad ||
             PyUnicode_Compare(PyTuple_GET_ITEM(kwnames, i), st->str_accumulate_grad) ==
                 0) {
