@@ -19,6 +19,7 @@ static inline int
 oomkit_tensor_check(const oomkit_state *st, PyObject *object)
 {
     return Py_IS_TYPE(object, (PyTypeObject *)st->Tensor) ||
+           Py_IS_TYPE(object, (PyTypeObject *)st->Parameter) ||
            (PyType_HasFeature(Py_TYPE(object), Py_TPFLAGS_HEAPTYPE) &&
             PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)st->Tensor));
 }
