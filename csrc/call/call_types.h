@@ -91,14 +91,12 @@ typedef struct oomkit_rng {
 } oomkit_rng;
 
 /* --- optim: optimizer.c --- */
-typedef struct oomkit_state_item {
-    PyObject *key; /* owned: name in a parameter's state, NULL for a parameter itself */
-    PyObject *value; /* owned: tensor or plain value */
-    PyObject *dict;  /* owned: the state dict it is in */
-    uint64_t tag;    /* of that dict */
-    uint32_t version;
-    uint8_t is_tensor;
-    uint8_t was_out; /* its copy is its value on the host, where it was then */
+typedef struct oomkit_state_item { /* all of it lies in the mark's layout */
+    PyObject *key; /* held: name in a parameter's state, NULL for a parameter itself */
+    PyObject *value;   /* held: tensor or plain value */
+    PyObject *dict;    /* held: the state dict it is in */
+    uint32_t *version; /* NULL: it is no tensor */
+    uint8_t was_out;   /* its copy is its value on the host, where it was then */
 } oomkit_state_item;
 
 typedef struct oomkit_optimizer_mark {

@@ -15,13 +15,13 @@ oomkit_optimizer_moved(oomkit_call *call, int index)
 
     for (i = 0; i < mark->count; i++) {
         uint32_t version;
-        if (!mark->items[i].is_tensor) {
+        if (mark->items[i].version == NULL) {
             continue;
         }
         if (oomkit_tensor_version(call->st, mark->items[i].value, &version) < 0) {
             return -1;
         }
-        if (version != mark->items[i].version) {
+        if (version != *mark->items[i].version) {
             return 1;
         }
     }
@@ -171,7 +171,8 @@ oomkit_optimizer_copy(oomkit_call *call, int index)
         return -1;
     }
     for (i = 0; i < mark->count; i++) {
-        if (mark->items[i].is_tensor) {
+        if (mark->items[i].version != NULL) {
+            mark->items[i].was_out = 0;
             copies[i] = oomkit_host_copy(call->st, mark->items[i].value);
             if (copies[i] == NULL) { /* half of them would be taken for all */
                 while (i-- > 0) {
@@ -198,7 +199,7 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index, oomkit_param_is_back
     for (i = 0; mark->copies != NULL && i < mark->count; i++) {
         uint32_t version;
         OWNED PyObject *done = NULL;
-        if (!mark->items[i].is_tensor || mark->copies[i] == NULL) {
+        if (mark->items[i].version == NULL || mark->copies[i] == NULL) {
             continue; /* of an update in parts that never came to it */
         }
         done = PyObject_CallMethodOneArg(mark->items[i].value, call->st->str_copy,
@@ -207,7 +208,7 @@ oomkit_optimizer_restore_copy(oomkit_call *call, int index, oomkit_param_is_back
             oomkit_tensor_version(call->st, mark->items[i].value, &version) < 0) {
             return -1;
         }
-        mark->items[i].version = version;
+        *mark->items[i].version = version;
         if (mark->items[i].dict == NULL) {
             told(call, mark->items[i].value, version);
         }

@@ -14,7 +14,7 @@ extras_handled(const oomkit_optimizer_mark *mark)
 
     for (i = 0; handled != NULL && i < mark->count; i++) {
         OWNED PyObject *address = NULL;
-        if (!mark->items[i].is_tensor) {
+        if (mark->items[i].version == NULL) {
             continue;
         }
         address = PyLong_FromVoidPtr(mark->items[i].value);

@@ -15,22 +15,28 @@ typedef struct oomkit_marked_group {
     Py_ssize_t count;
 } oomkit_marked_group;
 
-/* One block of memory. The references that it has belong to the mark that uses it. */
+/* One block of memory. */
 typedef struct oomkit_layout {
     oomkit_seen_dict state; /* tag 0: it cannot be used again */
-    Py_ssize_t count, known_count, group_count;
+    Py_ssize_t count, known_count, group_count, dict_count, held_count, tensor_count;
     Py_ssize_t room, known_room, group_room;
     oomkit_state_item *items;
     PyObject **known;
     oomkit_marked_group *groups;
+    oomkit_seen_dict *dicts; /* those of the parameters' state */
+    PyObject **held;         /* all these objects, the parameters of the groups first:
+                                the mark that uses it has a reference to each */
+    const void **tensors;    /* those among the values, and */
+    uint32_t *versions;      /* theirs */
 } oomkit_layout;
 
 /* --- where everything lies --- */
 
-/* Does each parameter of a group stand where it stood? *item moves on. */
+/* Does each parameter of a group stand where it stood? *held moves on. An address may
+ * be that of another object by now. */
 static int
 group_holds(oomkit_state *st, const oomkit_marked_group *was, PyObject *group,
-            const oomkit_state_item **item)
+            PyObject *const **held)
 {
     Py_ssize_t i;
 
@@ -39,10 +45,9 @@ group_holds(oomkit_state *st, const oomkit_marked_group *was, PyObject *group,
         PyList_GET_SIZE((PyObject *)was->params) != was->count) {
         return 0;
     }
-    for (i = 0; i < was->count; i++, (*item)++) {
+    for (i = 0; i < was->count; i++) {
         PyObject *param = PyList_GET_ITEM((PyObject *)was->params, i); /* borrowed */
-        if (param != (*item)->value ||
-            oomkit_tensor_check(st, param) != (*item)->is_tensor) {
+        if (param != *(*held)++ || !oomkit_tensor_check(st, param)) {
             return 0;
         }
     }
@@ -53,8 +58,7 @@ static int
 layout_holds(oomkit_state *st, const oomkit_layout *layout, PyObject *groups,
              PyObject *state)
 {
-    const oomkit_state_item *item, *end;
-    const PyObject *dict = NULL; /* borrowed from the item */
+    PyObject *const *held; /* borrowed addresses */
     Py_ssize_t i;
 
     if (layout == NULL || layout->state.tag == 0 || state != layout->state.dict ||
@@ -62,18 +66,17 @@ layout_holds(oomkit_state *st, const oomkit_layout *layout, PyObject *groups,
         !PyList_Check(groups) || PyList_GET_SIZE(groups) != layout->group_count) {
         return 0;
     }
-    item = layout->items;
-    end = item + layout->count;
+    held = layout->held;
     for (i = 0; i < layout->group_count; i++) {
-        if (!group_holds(st, &layout->groups[i], PyList_GET_ITEM(groups, i), &item)) {
+        if (!group_holds(st, &layout->groups[i], PyList_GET_ITEM(groups, i), &held)) {
             return 0;
         }
     }
-    for (; item < end; item++) { /* alive: they are in state, which is as it was */
-        if (item->dict != dict && oomkit_dict_tag(item->dict) != item->tag) {
+    for (i = 0; i < layout->dict_count; i++) { /* alive: state is as it was */
+        const oomkit_seen_dict *seen = &layout->dicts[i];
+        if (oomkit_dict_tag((PyObject *)seen->dict) != seen->tag) {
             return 0;
         }
-        dict = item->dict;
     }
     return 1;
 }
@@ -105,10 +108,13 @@ layout_count(oomkit_state *st, PyObject *groups, PyObject *state, oomkit_layout 
 static oomkit_layout *
 layout_make(const oomkit_layout *needed)
 {
-    const size_t items = (size_t)needed->room * sizeof(oomkit_state_item),
-                 groups = (size_t)needed->group_room * sizeof(oomkit_marked_group),
-                 known = (size_t)needed->known_room * sizeof(PyObject *);
-    oomkit_layout *made = PyMem_Malloc(sizeof(*made) + items + groups + known);
+    const size_t room = (size_t)needed->room, known = (size_t)needed->known_room,
+                 groups = (size_t)needed->group_room,
+                 held = 2 * (room + known); /* values, keys; state and its keys */
+    oomkit_layout *made = PyMem_Malloc(
+        sizeof(*made) + room * sizeof(*made->items) + groups * sizeof(*made->groups) +
+        known * sizeof(*made->dicts) + (known + held + room) * sizeof(void *) +
+        room * sizeof(*made->versions));
 
     if (made == NULL) {
         PyErr_NoMemory();
@@ -116,8 +122,12 @@ layout_make(const oomkit_layout *needed)
     }
     *made = *needed;
     made->items = (oomkit_state_item *)(made + 1);
-    made->groups = (oomkit_marked_group *)(made->items + needed->room);
-    made->known = (PyObject **)(made->groups + needed->group_room);
+    made->groups = (oomkit_marked_group *)(made->items + room);
+    made->dicts = (oomkit_seen_dict *)(made->groups + groups);
+    made->known = (PyObject **)(made->dicts + known);
+    made->held = made->known + known;
+    made->tensors = (const void **)(made->held + held);
+    made->versions = (uint32_t *)(made->tensors + room);
     return made;
 }
 
@@ -127,16 +137,49 @@ static int
 layout_add(oomkit_state *st, oomkit_layout *layout, PyObject *dict, PyObject *key,
            PyObject *value)
 {
+    oomkit_state_item *item = &layout->items[layout->count];
+
     if (layout->count == layout->room) {
         return -1;
     }
-    layout->items[layout->count++] = (oomkit_state_item){
-        .value = value,
-        .key = key,
-        .dict = dict,
-        .tag = dict == NULL ? 0 : oomkit_dict_tag(dict),
-        .is_tensor = (uint8_t)oomkit_tensor_check(st, value),
-    };
+    layout->count++;
+    *item = (oomkit_state_item){.value = value, .key = key, .dict = dict};
+    layout->held[layout->held_count++] = value;
+    if (oomkit_tensor_check(st, value)) {
+        item->version = &layout->versions[layout->tensor_count];
+        layout->tensors[layout->tensor_count++] = value;
+    } else if (dict == NULL) {
+        layout->state.tag = 0; /* a parameter that is none */
+    }
+    return 0;
+}
+
+/* The state of one parameter. The next one has the same keys as a rule: *like is where
+ * the values of the one before begin. 0 or -1. */
+static int
+layout_add_dict(oomkit_state *st, oomkit_layout *layout, PyObject *values,
+                Py_ssize_t *like)
+{
+    const Py_ssize_t first = layout->count;
+    PyObject *key, *value; /* borrowed */
+    Py_ssize_t at = 0;
+
+    layout->dicts[layout->dict_count++] =
+        (oomkit_seen_dict){values, oomkit_dict_tag(values)};
+    layout->held[layout->held_count++] = values;
+    if (PyDict_GET_SIZE(values) ==
+        0) { /* so that what fills the empty dict is undone */
+        return layout_add(st, layout, values, NULL, Py_None);
+    }
+    for (; PyDict_Next(values, &at, &key, &value); ++*like) {
+        if (layout_add(st, layout, values, key, value) < 0) {
+            return -1;
+        }
+        if (*like >= first || layout->items[*like].key != key) {
+            layout->held[layout->held_count++] = key;
+        }
+    }
+    *like = first;
     return 0;
 }
 
@@ -170,8 +213,8 @@ layout_add_group(oomkit_state *st, oomkit_layout *layout, PyObject *group)
 static int
 layout_fill(oomkit_state *st, oomkit_layout *layout, PyObject *groups, PyObject *state)
 {
-    PyObject *param, *values, *key, *value; /* borrowed */
-    Py_ssize_t i, at = 0, inner;
+    PyObject *param, *values; /* borrowed */
+    Py_ssize_t i, at = 0, params, like;
 
     layout->state =
         (oomkit_seen_dict){state, PyDict_Check(state) ? oomkit_dict_tag(state) : 0};
@@ -180,20 +223,17 @@ layout_fill(oomkit_state *st, oomkit_layout *layout, PyObject *groups, PyObject 
             return -1;
         }
     }
-    while (PyDict_Check(state) && PyDict_Next(state, &at, &param, &values)) {
-        if (layout->known_count == layout->known_room) {
+    params = like = layout->count;
+    for (i = 0; PyDict_Check(state) && PyDict_Next(state, &at, &param, &values); i++) {
+        if (i == layout->known_room) {
             return -1;
         }
         layout->known[layout->known_count++] = param;
-        inner = 0;
-        if (PyDict_Check(values) && PyDict_GET_SIZE(values) == 0 &&
-            layout_add(st, layout, values, NULL, Py_None) < 0) {
-            return -1; /* so that what fills the empty dict is undone */
+        if (i >= params || layout->held[i] != param) { /* else it is held as such */
+            layout->held[layout->held_count++] = param;
         }
-        while (PyDict_Check(values) && PyDict_Next(values, &inner, &key, &value)) {
-            if (layout_add(st, layout, values, key, value) < 0) {
-                return -1;
-            }
+        if (PyDict_Check(values) && layout_add_dict(st, layout, values, &like) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -204,13 +244,8 @@ layout_hold(const oomkit_layout *layout)
 {
     Py_ssize_t i;
 
-    for (i = 0; i < layout->count; i++) {
-        Py_INCREF(layout->items[i].value);
-        Py_XINCREF(layout->items[i].key);
-        Py_XINCREF(layout->items[i].dict);
-    }
-    for (i = 0; i < layout->known_count; i++) {
-        Py_INCREF(layout->known[i]);
+    for (i = 0; i < layout->held_count; i++) {
+        Py_INCREF(layout->held[i]);
     }
 }
 
@@ -220,47 +255,12 @@ layout_let_go(const oomkit_layout *layout)
 {
     Py_ssize_t i;
 
-    for (i = 0; i < layout->count; i++) {
-        Py_XDECREF(layout->items[i].key);
-        Py_DECREF(layout->items[i].value);
-        Py_XDECREF(layout->items[i].dict);
-    }
-    for (i = 0; i < layout->known_count; i++) {
-        Py_DECREF(layout->known[i]);
+    for (i = 0; i < layout->held_count; i++) {
+        Py_DECREF(layout->held[i]);
     }
 }
 
 /* --- the mark --- */
-
-#define VERSIONS_AT_ONCE 64
-
-/* The versions of all its tensors, by few calls of the bridge. 0 or -1. */
-static int
-mark_versions(oomkit_state *st, oomkit_optimizer_mark *mark)
-{
-    const void *tensors[VERSIONS_AT_ONCE]; /* borrowed from the items */
-    uint32_t versions[VERSIONS_AT_ONCE];
-    Py_ssize_t from, to, n, i;
-
-    for (from = 0; from < mark->count; from = to) {
-        for (to = from, n = 0; to < mark->count && n < VERSIONS_AT_ONCE; to++) {
-            if (mark->items[to].is_tensor) {
-                tensors[n++] = mark->items[to].value;
-            }
-        }
-        if (st->bridge->versions(tensors, st->impl_offset, (size_t)n, versions, NULL,
-                                 NULL) != 0) {
-            return oomkit_bridge_failed("read a tensor");
-        }
-        for (i = from, n = 0; i < to; i++) {
-            if (mark->items[i].is_tensor) {
-                mark->items[i].version = versions[n++];
-                mark->items[i].was_out = 0;
-            }
-        }
-    }
-    return 0;
-}
 
 PyObject *
 oomkit_optimizer_attribute(PyObject *optimizer, PyObject *name)
@@ -339,7 +339,11 @@ mark_layout(oomkit_state *st, oomkit_owner *owner, oomkit_optimizer_mark *mark,
     mark->count = layout->count;
     mark->known = layout->known;
     mark->known_count = layout->known_count;
-    return mark_versions(st, mark);
+    return st->bridge->versions(layout->tensors, st->impl_offset,
+                                (size_t)layout->tensor_count, layout->versions, NULL,
+                                NULL) == OOMKIT_OK
+               ? 0
+               : oomkit_bridge_failed("read a tensor");
 }
 
 static void

@@ -138,7 +138,7 @@ value_keep(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
     PyObject **copies = call->updating.marks[index].copies, *copy;
     int there;
 
-    if (!item->is_tensor || copies[at] != NULL) {
+    if (item->version == NULL || copies[at] != NULL) {
         return 0;
     }
     there = is_hosted(hosted, item->value);
@@ -184,7 +184,7 @@ value_out(oomkit_call *call, oomkit_state_item *item, PyObject *copy, PyObject *
         PyObject_SetAttr(item->value, call->st->str_data, copy) < 0) {
         return -1;
     }
-    return oomkit_tensor_version(call->st, item->value, &item->version);
+    return oomkit_tensor_version(call->st, item->value, item->version);
 }
 
 /* A tensor's value from its copy: the memory itself where that is on the host. */
@@ -196,7 +196,7 @@ value_back(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
     OWNED PyObject *done = NULL;
     int there;
 
-    if (!item->is_tensor || copy == NULL) {
+    if (item->version == NULL || copy == NULL) {
         return 0;
     }
     there = is_hosted(hosted, item->value);
@@ -208,7 +208,7 @@ value_back(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
     }
     done = PyObject_CallMethodOneArg(item->value, call->st->str_copy, copy);
     return done == NULL ? -1
-                        : oomkit_tensor_version(call->st, item->value, &item->version);
+                        : oomkit_tensor_version(call->st, item->value, item->version);
 }
 
 /* What its step() has put into the state of a parameter goes. */
@@ -253,7 +253,7 @@ oomkit_part_put_back(oomkit_call *call, int index, const oomkit_part_param *para
     if (state_back(mark, param) < 0 || value_back(call, index, param->item, NULL) < 0) {
         return -1;
     }
-    told(call, param->param, items[param->item].version);
+    told(call, param->param, *items[param->item].version);
     for (i = param->first; i < param->first + param->count; i++) {
         if (value_back(call, index, i, hosted) < 0) {
             return -1;

@@ -263,8 +263,8 @@ MUTANTS = [
         "old-state-believed",
         "state that was replaced between two calls is what is put back",
         "csrc/optim/optimizer_mark.c",
-        "        if (item->dict != dict && oomkit_dict_tag(item->dict) != item->tag) {",
-        "        if (item->dict != dict && 0) {",
+        "        if (oomkit_dict_tag((PyObject *)seen->dict) != seen->tag) {",
+        "        if (seen == NULL) {",
         ("optim/test_kept_marks.py::"
          "test_state_that_was_replaced_between_calls_is_not_undone[one value]",),
     ),
