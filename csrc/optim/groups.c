@@ -120,13 +120,11 @@ list_holds(PyObject *list, PyObject *content)
 
 /* --- at entry --- */
 
-/* Does what was kept tell how these groups are now? New reference; NULL, never with an
- * exception. */
+/* What was kept of these groups, with the values that they have now, borrowed; NULL. */
 static PyObject *
-entry_kept(const oomkit_owner *owner, PyObject *groups)
+values_kept(const oomkit_owner *owner, PyObject *groups)
 {
     PyObject *entry = owner == NULL ? NULL : owner->kept.groups; /* borrowed */
-    PyObject *lists, *contents;                                  /* borrowed */
     Py_ssize_t i;
 
     if (entry == NULL || groups != PyTuple_GET_ITEM(entry, AT_ENTRY_LIST) ||
@@ -141,6 +139,21 @@ entry_kept(const oomkit_owner *owner, PyObject *groups)
             return NULL;
         }
     }
+    return entry;
+}
+
+/* And does it tell what is in their lists? New reference; NULL, never with an
+ * exception. */
+static PyObject *
+entry_kept(const oomkit_owner *owner, PyObject *groups)
+{
+    PyObject *entry = values_kept(owner, groups); /* borrowed, as the next ones */
+    PyObject *lists, *contents;
+    Py_ssize_t i;
+
+    if (entry == NULL) {
+        return NULL;
+    }
     lists = PyTuple_GET_ITEM(entry, AT_ENTRY_LISTS);
     contents = PyTuple_GET_ITEM(entry, AT_ENTRY_CONTENTS);
     for (i = 0; i < PyTuple_GET_SIZE(lists); i++) {
@@ -154,7 +167,7 @@ entry_kept(const oomkit_owner *owner, PyObject *groups)
 PyObject *
 oomkit_hyperparams_kept(const oomkit_owner *owner, PyObject *groups)
 {
-    OWNED PyObject *entry = entry_kept(owner, groups);
+    PyObject *entry = values_kept(owner, groups); /* borrowed */
 
     return entry == NULL ? NULL : Py_NewRef(oomkit_hyperparams_copies(entry));
 }
