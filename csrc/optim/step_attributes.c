@@ -18,25 +18,6 @@ attributes_ours(const oomkit_state *st, PyObject *name)
                                      PyUnicode_Compare(name, st->str_state_dict) == 0);
 }
 
-/* The schedulers that a ChainedScheduler or a SequentialLR steps. 0 or -1. */
-static int
-attributes_mark_inner(oomkit_call *call, PyObject *saved)
-{
-    PyObject *inner = /* owned by what was saved */
-        oomkit_own_among(saved, call->st->str__schedulers);
-    Py_ssize_t i;
-
-    for (i = 0; inner != NULL && PyList_Check(inner) && i < PyList_GET_SIZE(inner);
-         i++) {
-        OWNED PyObject *one = Py_NewRef(PyList_GET_ITEM(inner, i));
-        if (PyObject_TypeCheck(one, (PyTypeObject *)call->st->LRScheduler) &&
-            oomkit_attributes_mark(call, one) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* Do the marks of an object's earlier step() in this call hold for another? Inside a
  * scaler's they do, and while the call can go back to its entry. 1, 0 or -1. */
 static int
@@ -51,21 +32,70 @@ attributes_hold(oomkit_call *call)
     return committed < 0 ? -1 : !committed;
 }
 
-int
-oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
+/* Is there a mark of it that holds? 1, 0 or -1. */
+static int
+attributes_are_held(oomkit_call *call, const PyObject *object)
+{
+    return oomkit_memo_at(call->entry.owners.attributes, object) < 0
+               ? 0
+               : attributes_hold(call);
+}
+
+/* In place of one that does not. 0 or -1. */
+static int
+attributes_keep(oomkit_call *call, PyObject *object, PyObject *saved)
 {
     oomkit_memo **memo = &call->entry.owners.attributes;
-    int hold = oomkit_memo_find(*memo, object) == NULL ? 0 : attributes_hold(call);
-    Py_ssize_t at;
+    const Py_ssize_t at = oomkit_memo_at(*memo, object);
 
-    if (hold != 0) {
-        return hold < 0 ? -1 : 0;
-    }
-    at = oomkit_memo_at(*memo, object);
     if (at < 0) {
         return oomkit_memo_add(memo, object, Py_NewRef(saved));
     }
     Py_SETREF((*memo)->items[at].saved, Py_NewRef(saved));
+    return 0;
+}
+
+int
+oomkit_attributes_note(oomkit_call *call, PyObject *object, PyObject *saved)
+{
+    const int held = attributes_are_held(call, object);
+
+    return held < 0 ? -1 : held ? 0 : attributes_keep(call, object, saved);
+}
+
+/* The mark of an object's attributes, *anew where there was none that holds. New
+ * reference or NULL. */
+static PyObject *
+attributes_take(oomkit_call *call, PyObject *object, int *anew)
+{
+    const int held = attributes_are_held(call, object);
+    OWNED PyObject *saved = NULL;
+
+    *anew = held == 0;
+    if (held != 0) {
+        return held < 0
+                   ? NULL
+                   : Py_NewRef(oomkit_memo_find(call->entry.owners.attributes, object));
+    }
+    saved = oomkit_own_taken(object, (PyTypeObject *)call->st->interceptor_type);
+    return saved == NULL || attributes_keep(call, object, saved) < 0 ? NULL
+                                                                     : STEAL(saved);
+}
+
+/* The schedulers that a ChainedScheduler or a SequentialLR steps. 0 or -1. */
+static int
+attributes_mark_inner(oomkit_call *call, PyObject *inner)
+{
+    Py_ssize_t i;
+
+    for (i = 0; inner != NULL && PyList_Check(inner) && i < PyList_GET_SIZE(inner);
+         i++) {
+        OWNED PyObject *one = Py_NewRef(PyList_GET_ITEM(inner, i));
+        if (PyObject_TypeCheck(one, (PyTypeObject *)call->st->LRScheduler) &&
+            oomkit_attributes_mark(call, one) < 0) {
+            return -1;
+        }
+    }
     return 0;
 }
 
@@ -124,37 +154,36 @@ int
 oomkit_scheduler_mark(oomkit_call *call, PyObject *scheduler)
 {
     const oomkit_state *st = call->st;
-    PyObject *saved; /* borrowed from the memo */
+    OWNED PyObject *saved = NULL;
+    PyObject *inner; /* borrowed from it */
+    int anew;
 
     if (!oomkit_owner_is_torchs(st, call->parts, scheduler)) {
         return 0;
     }
-    if (oomkit_attributes_mark(call, scheduler) < 0) {
+    saved = attributes_take(call, scheduler, &anew);
+    if (saved == NULL) {
         return -1;
     }
-    saved = oomkit_memo_find(call->entry.owners.attributes, scheduler);
-    return oomkit_own_among(saved, st->str_step) == NULL &&
-           oomkit_own_among(saved, st->str__schedulers) == NULL;
+    inner = oomkit_own_among(saved, st->str__schedulers);
+    if (anew && attributes_mark_inner(call, inner) < 0) {
+        return -1;
+    }
+    return inner == NULL && oomkit_own_among(saved, st->str_step) == NULL;
 }
 
 int
 oomkit_attributes_mark(oomkit_call *call, PyObject *object)
 {
-    OWNED PyObject *saved = NULL;
-    int result;
+    int anew;
+    OWNED PyObject *saved = attributes_take(call, object, &anew);
 
-    if (oomkit_memo_find(call->entry.owners.attributes, object) != NULL) {
-        result = attributes_hold(call);
-        if (result != 0) {
-            return result < 0 ? -1 : 0;
-        }
-    }
-    saved = oomkit_own_taken(object, (PyTypeObject *)call->st->interceptor_type);
-    if (saved == NULL || oomkit_attributes_note(call, object, saved) < 0) {
+    if (saved == NULL) {
         return -1;
     }
-    return PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)
-               ? attributes_mark_inner(call, saved)
+    return anew && PyObject_TypeCheck(object, (PyTypeObject *)call->st->LRScheduler)
+               ? attributes_mark_inner(
+                     call, oomkit_own_among(saved, call->st->str__schedulers))
                : 0;
 }
 
