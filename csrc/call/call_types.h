@@ -243,7 +243,7 @@ typedef struct oomkit_deferral {
 
 /* optim: optimizers, and what was made of their updates. */
 typedef struct oomkit_updating {
-    oomkit_optimizer_mark *marks;
+    oomkit_optimizer_mark *marks, first[1];
     int count;
     Py_ssize_t room;
     int step_failed;   /* an optimizer's step ran out of memory and was not finished */
@@ -262,7 +262,7 @@ typedef struct oomkit_updating {
 
 /* hook: methods of participants that are intercepted. */
 typedef struct oomkit_hooked {
-    oomkit_interception *items;
+    oomkit_interception *items, first[2];
     int count;
     Py_ssize_t room;
     int schedulers;    /* all of them are, also those of torch */

@@ -58,7 +58,8 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
     interceptor_object *self; /* borrowed from made */
     OWNED PyObject *made = NULL;
 
-    if (ARRAY_GROW(hooked->items, hooked->count, hooked->room) < 0) {
+    if (ARRAY_GROW_FIRST(hooked->items, hooked->count, hooked->room, hooked->first) <
+        0) {
         return -1;
     }
     made = interceptor_make(call->st);
@@ -223,9 +224,8 @@ oomkit_intercept_remove(oomkit_call *call)
         }
         Py_CLEAR(entry->target);
     }
-    PyMem_Free(call->hooked.items);
-    call->hooked.items = NULL;
-    call->hooked.room = call->hooked.count = 0;
+    ARRAY_FREE_FIRST(call->hooked.items, call->hooked.room, call->hooked.first);
+    call->hooked.count = 0;
     if (exception != NULL) {
         oomkit_exception_give(exception);
     }

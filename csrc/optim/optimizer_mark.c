@@ -447,8 +447,8 @@ oomkit_optimizer_mark_take(oomkit_call *call, PyObject *optimizer, int *index)
     }
     at =
         mark_find(call, optimizer); /* again: what was asked may have run other steps */
-    if (at < 0 && ARRAY_GROW(call->updating.marks, call->updating.count,
-                             call->updating.room) < 0) {
+    if (at < 0 && ARRAY_GROW_FIRST(call->updating.marks, call->updating.count,
+                                   call->updating.room, call->updating.first) < 0) {
         mark_clear(call, &fresh);
         return -1;
     }
@@ -473,6 +473,5 @@ oomkit_optimizers_release(oomkit_call *call)
     for (i = 0; i < count; i++) {
         mark_clear(call, &call->updating.marks[i]);
     }
-    MEMORY_CLEAR(call->updating.marks);
-    call->updating.room = 0;
+    ARRAY_FREE_FIRST(call->updating.marks, call->updating.room, call->updating.first);
 }

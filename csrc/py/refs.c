@@ -21,6 +21,29 @@ oomkit_array_grow(void *items, Py_ssize_t *room, size_t size)
     return 0;
 }
 
+int
+oomkit_array_grow_first(void *items, Py_ssize_t *room, size_t size, void *first,
+                        Py_ssize_t first_room)
+{
+    void *old, *grown = first;
+
+    memcpy(&old, items, sizeof(old)); /* a pointer of any type */
+    if (old != NULL && old != first) {
+        return oomkit_array_grow(items, room, size);
+    }
+    if (old == first) {
+        grown = PyMem_Malloc((size_t)first_room * 2 * size);
+        if (grown == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        memcpy(grown, first, (size_t)first_room * size);
+    }
+    memcpy(items, &grown, sizeof(grown));
+    *room = old == first ? first_room * 2 : first_room;
+    return 0;
+}
+
 /* In front of the memory: how much it is. */
 typedef union {
     size_t bytes;
@@ -109,25 +132,6 @@ oomkit_addresses_free(oomkit_addresses *set)
 
 /* --- objects with what was saved of each --- */
 
-/* Room for one more. 0 or -1. */
-static int
-memo_grow(oomkit_memo *m)
-{
-    oomkit_memo_item *grown = PyMem_Realloc(m->items == m->first ? NULL : m->items,
-                                            (size_t)m->room * 2 * sizeof(*grown));
-
-    if (grown == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    if (m->items == m->first) {
-        memcpy(grown, m->first, sizeof(m->first));
-    }
-    m->items = grown;
-    m->room *= 2;
-    return 0;
-}
-
 int
 oomkit_memo_add(oomkit_memo **memo, PyObject *object, PyObject *saved)
 {
@@ -149,7 +153,7 @@ oomkit_memo_add(oomkit_memo **memo, PyObject *object, PyObject *saved)
         m->holders = 1;
         *memo = m;
     }
-    if (m->count == m->room && memo_grow(m) < 0) {
+    if (ARRAY_GROW_FIRST(m->items, m->count, m->room, m->first) < 0) {
         return -1;
     }
     m->items[m->count].object = Py_NewRef(object);

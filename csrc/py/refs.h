@@ -84,6 +84,29 @@ oomkit_kept_back(oomkit_kept_exception *kept)
 int
 oomkit_array_grow(void *items, Py_ssize_t *room, size_t size);
 
+/* The same where the first items lie in `first`, an array beside the pointer, which is
+ * NULL before: what a healthy call has but one of costs no memory. */
+#define ARRAY_GROW_FIRST(items, count, room, first)                                    \
+    ((count) < (room)                                                                  \
+         ? 0                                                                           \
+         : oomkit_array_grow_first(&(items), &(room), sizeof(*(items)), (first),       \
+                                   sizeof(first) / sizeof(*(first))))
+
+int
+oomkit_array_grow_first(void *items, Py_ssize_t *room, size_t size, void *first,
+                        Py_ssize_t first_room);
+
+/* There are no items any more. */
+#define ARRAY_FREE_FIRST(items, room, first)                                           \
+    do {                                                                               \
+        void *memory_ = (items) == (first) ? NULL : (items);                           \
+        (items) = NULL;                                                                \
+        (room) = 0;                                                                    \
+        if (memory_ != NULL) {                                                         \
+            PyMem_Free(memory_);                                                       \
+        }                                                                              \
+    } while (0)
+
 /* Memory that each call needs and gives back: the next one finds it in `spare`, if it
  * is of the same size. A block of a KiB or more that is made and freed in each call
  * makes malloc() merge all small ones each time, for which the caller's own code pays.

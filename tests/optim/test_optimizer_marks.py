@@ -68,7 +68,7 @@ def test_a_mark_that_there_was_no_memory_for_takes_no_state_away():
 
     want = fork.apart(lambda: work(None).tolist(), fork.CALM)
     assert not want.died
-    for nth in range(1, 16):  # the copies of groups and of state, and the room for them
+    for nth in range(1, 15):  # the copies of groups and of state, and the room for them
         found = fork.apart(lambda nth=nth: work(nth).tolist(), fork.CALM)
         assert not found.died, f"allocation {nth}: {found.died}"
         assert torch.allclose(
