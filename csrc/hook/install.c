@@ -73,17 +73,16 @@ oomkit_intercept_one(oomkit_call *call, PyObject *target, oomkit_owner_kind kind
     self->is_state_dict = name == call->st->str_state_dict;
     self->target = Py_NewRef(target);
     self->name = Py_NewRef(name);
-    self->original = oomkit_own_attribute(target, name);
+    self->original = oomkit_own_attribute_swap(target, name, made);
+    if (self->original == NULL && PyErr_Occurred()) {
+        return -1;
+    }
     if (self->original != NULL &&
         Py_IS_TYPE(self->original, (PyTypeObject *)call->st->interceptor_type)) {
         /* Another thread's call has one there: what it stands for is what to put back.
          */
         Py_XSETREF(self->original,
                    Py_XNewRef(interceptor_CAST(self->original)->original));
-    }
-    if ((self->original == NULL && PyErr_Occurred()) ||
-        oomkit_own_attribute_set(target, name, made) < 0) {
-        return -1;
     }
     entry = &hooked->items[hooked->count++];
     entry->target = Py_NewRef(target);
@@ -202,18 +201,10 @@ oomkit_intercept_remove(oomkit_call *call)
     while (i-- > 0) {
         oomkit_interception *entry = &call->hooked.items[i];
         interceptor_object *self = interceptor_CAST(entry->interceptor);
-        PyObject *now; /* owned */
-        int failed;
 
         self->call = NULL;
-        now = oomkit_own_attribute(entry->target, entry->name);
-        failed = now == NULL && PyErr_Occurred();
-        if (now == entry->interceptor) {
-            failed = oomkit_own_attribute_set(entry->target, entry->name,
-                                              self->original) < 0;
-        }
-        Py_XDECREF(now);
-        if (failed) {
+        if (oomkit_own_attribute_replace(entry->target, entry->name, entry->interceptor,
+                                         self->original) < 0) {
             oomkit_error_unraised(entry->target);
         }
         entry->interceptor = NULL;

@@ -95,6 +95,18 @@ type_name(PyTypeObject *type, Py_ssize_t i)
 }
 #endif
 
+/* Where it is in the array; NULL: not there, or there is none. */
+static PyObject **
+own_place(PyObject *object, PyObject *name)
+{
+    PyObject **values = own_values(object);
+    Py_ssize_t at = values != NULL && PyUnicode_CheckExact(name)
+                        ? type_index(Py_TYPE(object), name)
+                        : -1;
+
+    return at < 0 ? NULL : &values[at];
+}
+
 PyObject *
 oomkit_own_attribute(PyObject *object, PyObject *name)
 {
@@ -112,15 +124,12 @@ oomkit_own_attribute(PyObject *object, PyObject *name)
 int
 oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
 {
-    PyObject **values = own_values(object);
-    Py_ssize_t at = values != NULL && value != NULL && PyUnicode_CheckExact(name)
-                        ? type_index(Py_TYPE(object), name)
-                        : -1;
+    PyObject **place = value == NULL ? NULL : own_place(object, name);
     PyObject *inherited; /* borrowed */
     OWNED PyObject *dict = NULL;
 
-    if (at >= 0 && values[at] != NULL) { /* one in the place of another */
-        Py_SETREF(values[at], Py_NewRef(value));
+    if (place != NULL && *place != NULL) { /* one in the place of another */
+        Py_SETREF(*place, Py_NewRef(value));
         return 0;
     }
     inherited = PyUnicode_Check(name) ? _PyType_Lookup(Py_TYPE(object), name) : NULL;
@@ -132,6 +141,44 @@ oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value)
     return dict == NULL    ? -1
            : value == NULL ? PyDict_DelItem(dict, name)
                            : PyDict_SetItem(dict, name, value);
+}
+
+PyObject *
+oomkit_own_attribute_swap(PyObject *object, PyObject *name, PyObject *value)
+{
+    PyObject **place = own_place(object, name);
+    PyObject *before; /* owned, returned */
+
+    if (place != NULL && *place != NULL) {
+        before = *place;
+        *place = Py_NewRef(value);
+        return before;
+    }
+    before = oomkit_own_attribute(object, name);
+    if ((before != NULL || !PyErr_Occurred()) &&
+        oomkit_own_attribute_set(object, name, value) < 0) {
+        Py_CLEAR(before);
+    }
+    return before;
+}
+
+int
+oomkit_own_attribute_replace(PyObject *object, PyObject *name, const PyObject *was,
+                             PyObject *value)
+{
+    PyObject **place = value == NULL ? NULL : own_place(object, name);
+    OWNED PyObject *now = NULL;
+
+    if (place != NULL) {
+        if (*place == was) {
+            Py_SETREF(*place, Py_NewRef(value));
+        }
+        return 0;
+    }
+    now = oomkit_own_attribute(object, name);
+    return now == was ? oomkit_own_attribute_set(object, name, value)
+           : now == NULL && PyErr_Occurred() ? -1
+                                             : 0;
 }
 
 /* Stands where an object has no value: nobody else has it. */

@@ -322,6 +322,15 @@ oomkit_own_attribute(PyObject *object, PyObject *name);
 /* Sets it past the type's __setattr__ and properties; NULL takes it out. 0 or -1. */
 int
 oomkit_own_attribute_set(PyObject *object, PyObject *name, PyObject *value);
+/* The same for a value. What stood there: new reference; NULL without an exception when
+ * there was nothing, or with one, and then it is not set. */
+PyObject *
+oomkit_own_attribute_swap(PyObject *object, PyObject *name, PyObject *value);
+/* Sets it where `was` (not NULL, only compared) stands, and else does nothing. 0 or -1.
+ */
+int
+oomkit_own_attribute_replace(PyObject *object, PyObject *name, const PyObject *was,
+                             PyObject *value);
 /* All of them: a tuple of names, each with its value behind it. New reference or NULL.
  */
 PyObject *

@@ -51,7 +51,8 @@ MUTANTS = [
         "interceptors-stay",
         "after the call no interceptor is left in an optimizer, scheduler or scaler",
         "csrc/hook/install.c",
-        "if (now == entry->interceptor) {",
+        "if (oomkit_own_attribute_replace(entry->target, entry->name, entry->interceptor,\n"
+        "                                         self->original) < 0) {",
         "if (0) {",
         ("optim/test_once_updates.py::"
          "test_what_a_scheduler_put_around_the_optimizers_step_is_there_again[1]",),
@@ -60,8 +61,8 @@ MUTANTS = [
         "wrapper-of-a-scheduler-lost",
         "the wrapper that a scheduler had put around optimizer.step is there again",
         "csrc/hook/install.c",
-        "self->original) < 0;",
-        "NULL) < 0;",
+        "self->original) < 0) {",
+        "NULL) < 0) {",
         ("optim/test_once_updates.py::"
          "test_what_a_scheduler_put_around_the_optimizers_step_is_there_again",),
     ),
