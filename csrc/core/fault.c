@@ -200,18 +200,19 @@ oomkit_fault_fired(const oomkit_fault *fault)
 int
 oomkit_fault_set_phase(int phase)
 {
-    int before = thread_phase == 0 ? OOMKIT_PHASE_FORWARD : thread_phase - 1;
+    int *const place = &thread_phase;
+    const int before = *place == 0 ? OOMKIT_PHASE_FORWARD : *place - 1;
 
-    if (phase < 0 || phase >= OOMKIT_PHASES || thread_phase == phase + 1) {
+    if (phase < 0 || phase >= OOMKIT_PHASES || *place == phase + 1) {
         return before;
     }
+    *place = phase + 1;
     if (before != OOMKIT_PHASE_FORWARD) {
         atomic_fetch_sub_explicit(&phase_threads[before], 1, memory_order_relaxed);
     }
     if (phase != OOMKIT_PHASE_FORWARD) {
         atomic_fetch_add_explicit(&phase_threads[phase], 1, memory_order_relaxed);
     }
-    thread_phase = phase + 1;
     return before;
 }
 
