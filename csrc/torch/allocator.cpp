@@ -178,8 +178,10 @@ struct BudgetAllocator final : c10::Allocator {
         if (nbytes == 0) {
             return {nullptr, nullptr, &release_block, cpu};
         }
-        const int *const depth =
-            &exempt_depth; // asked for once: it names the thread, too
+        const int *depth = &exempt_depth; // it names the thread, too
+#if defined(__GNUC__)                     // which would ask for it once more: a call
+        __asm__("" : "+r"(depth));
+#endif
         const bool counted =
             *depth == 0 && exempt_threads.load(std::memory_order_relaxed) == 0;
         const uint64_t used_after = counted ? admit(nbytes) : admit_own(nbytes);
