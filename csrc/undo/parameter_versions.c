@@ -182,25 +182,17 @@ oomkit_params_flags_now(oomkit_state *st, const oomkit_participants *parts,
     return params_read(st, parts, NULL, flags, NULL);
 }
 
-static int
-parameters_mark(oomkit_call *call)
+int
+oomkit_params_begin(oomkit_call *call)
 {
     return oomkit_params_mark(call) < 0 ? -1 : oomkit_param_copies_begin(call);
 }
 
-/* How many parameters the step itself has changed is told at the end: everything else
- * goes back all the same. */
-static int
-parameters_restore(oomkit_call *call, PyObject **message)
+int
+oomkit_params_restore(oomkit_call *call, PyObject **message)
 {
     Py_ssize_t first = 0, stay = oomkit_param_copies_restore(call, &first);
 
     return stay <= 0 ? (int)stay
                      : oomkit_param_copies_refuse(call, message, first, stay);
 }
-
-const oomkit_resource oomkit_parameters_resource = {.name = "parameters",
-                                                    .mark = parameters_mark,
-                                                    .restore = parameters_restore,
-                                                    .drop =
-                                                        oomkit_param_copies_release};

@@ -1,6 +1,7 @@
 /* How everything was at entry of an attempt: marked, put back after a failure, dropped.
  * What can go back is a table. */
 #include "gradients.h"
+#include "parameters.h"
 #include "undo.h"
 #include "../optim/optim.h"
 #include "../optim/optimizer_extras.h"
@@ -172,59 +173,54 @@ random_moved(oomkit_call *call)
     return call->entry.rng.cpu_state != NULL ? oomkit_rng_moved(call) : 0;
 }
 
-static const oomkit_resource update = {.name = "update", .restore = update_restore};
-static const oomkit_resource slots = {.name = "parameter slots",
-                                      .restore = slots_restore};
-static const oomkit_resource flags = {.name = "flags", .restore = flags_restore};
-static const oomkit_resource hooks = {
-    .name = "hooks", .moved = hooks_moved, .restore = hooks_restore};
-static const oomkit_resource beside = {.name = "what an optimizer keeps elsewhere",
-                                       .restore = extras_restore};
-static const oomkit_resource gradients = {.name = "gradients",
-                                          .restore = oomkit_savepoint_gradients,
-                                          .drop = oomkit_grads_end_attempt};
-static const oomkit_resource buffers = {.name = "buffers",
-                                        .mark = oomkit_buffers_mark,
-                                        .moved = buffers_moved,
-                                        .restore = buffers_restore,
-                                        .drop = oomkit_buffers_release};
-static const oomkit_resource optimizers = {.name = "optimizers",
-                                           .restore = optimizers_restore,
-                                           .drop = oomkit_optimizers_release};
-static const oomkit_resource plain = {.name = "plain state",
-                                      .mark = oomkit_plain_begin,
-                                      .restore = plain_restore,
-                                      .drop = oomkit_plain_end_attempt};
-static const oomkit_resource owners = {.name = "objects with a state of their own",
-                                       .mark = oomkit_owners_mark,
-                                       .moved = owners_moved,
-                                       .restore = owners_restore,
-                                       .drop = oomkit_owners_release};
-static const oomkit_resource random_numbers = {.name = "random numbers",
-                                               .mark = oomkit_rng_mark,
-                                               .moved = random_moved,
-                                               .restore = random_restore,
-                                               .drop = oomkit_rng_release};
+/* X(mark, moved, restore, drop), of which any but `restore` may be NULL. Put back in
+ * this order; marked in the other one. */
+#define RESOURCES(X)                                                                   \
+    /* first: an optimizer's copies hold parameters, which are then compared */        \
+    X(NULL, NULL, update_restore, NULL)                                                \
+    X(NULL, NULL, slots_restore, NULL)                                                 \
+    /* needs no memory where their handles died with the attempt; those below do */    \
+    X(NULL, hooks_moved, hooks_restore, NULL)                                          \
+    /* before what may change versions: they stand beside them */                      \
+    X(NULL, NULL, flags_restore, NULL)                                                 \
+    X(oomkit_params_begin, NULL, oomkit_params_restore, oomkit_param_copies_release)   \
+    X(NULL, NULL, extras_restore, NULL)                                                \
+    X(NULL, NULL, oomkit_savepoint_gradients, oomkit_grads_end_attempt)                \
+    X(oomkit_buffers_mark, buffers_moved, buffers_restore, oomkit_buffers_release)     \
+    X(NULL, NULL, optimizers_restore, oomkit_optimizers_release)                       \
+    X(oomkit_plain_begin, NULL, plain_restore, oomkit_plain_end_attempt)               \
+    /* after plain state: their own methods have the last word */                      \
+    X(oomkit_owners_mark, owners_moved, owners_restore, oomkit_owners_release)         \
+    /* after both: who still holds a handle has not been put back */                   \
+    X(NULL, hooks_moved, hooks_restore, NULL)                                          \
+    /* last: what is put back may draw; so it is marked first */                       \
+    X(oomkit_rng_mark, random_moved, random_restore, oomkit_rng_release)
 
-/* Put back in this order; marked in the other one. */
-static const oomkit_resource *const resources[] = {
-    &update, /* first: an optimizer's copies hold parameters, which are then compared */
-    &slots,
-    &hooks, /* needs no memory where their handles died with the attempt; the rest below
-             */
-    &flags, /* before what may change versions: they stand beside them */
-    &oomkit_parameters_resource,
-    &beside,
-    &gradients,
-    &buffers,
-    &optimizers,
-    &plain,
-    &owners,         /* after plain state: their own methods have the last word */
-    &hooks,          /* after both: who still holds a handle has not been put back */
-    &random_numbers, /* last: what is put back may draw; so it is marked first */
-    NULL};
+#define MARK(mark, moved, restore, drop) mark,
+#define MOVED(mark, moved, restore, drop) moved,
+#define RESTORE(mark, moved, restore, drop) restore,
+#define DROP(mark, moved, restore, drop) drop,
 
-#define RESOURCES (sizeof(resources) / sizeof(*resources) - 1)
+/* By what is done, for a healthy call marks and drops alone. */
+/* At entry of an attempt: how it is, into call->entry. 0 or -1. NULL: it is marked
+ * where it is about to move. */
+static int (*const marks[])(oomkit_call *) = {RESOURCES(MARK)};
+/* Between the parts of an evaluation: did it move? 1, 0 or -1. NULL: it cannot. */
+static int (*const moves[])(oomkit_call *) = {RESOURCES(MOVED)};
+/* As it was. 0; 1: it cannot be, and *message (owned) says why; -1. May be done again.
+ */
+static int (*const restores[])(oomkit_call *, PyObject **) = {RESOURCES(RESTORE)};
+/* Forgets what belongs to one attempt. Keeps the exception in flight. */
+static void (*const drops[])(oomkit_call *) = {RESOURCES(DROP)};
+
+#define COUNT (sizeof(marks) / sizeof(*marks))
+
+#if defined(__GNUC__) && !defined(__clang__) /* a call of each that is there, no loop  \
+                                              */
+#define IN_A_ROW _Pragma("GCC unroll 16")
+#else
+#define IN_A_ROW
+#endif
 
 /* --- the savepoint of a call --- */
 
@@ -237,8 +233,9 @@ oomkit_savepoint_take(oomkit_call *call)
     if (oomkit_modes_entry(call) < 0) {
         return -1;
     }
-    for (i = RESOURCES; i-- > 0;) {
-        if (resources[i]->mark != NULL && resources[i]->mark(call) < 0) {
+    IN_A_ROW
+    for (i = COUNT; i-- > 0;) {
+        if (marks[i] != NULL && marks[i](call) < 0) {
             return -1;
         }
     }
@@ -254,8 +251,8 @@ oomkit_savepoint_compare(oomkit_call *call)
     size_t i;
     int moved = 0;
 
-    for (i = 0; moved == 0 && i < RESOURCES; i++) {
-        moved = resources[i]->moved == NULL ? 0 : resources[i]->moved(call);
+    for (i = 0; moved == 0 && i < COUNT; i++) {
+        moved = moves[i] == NULL ? 0 : moves[i](call);
     }
     call->parts_moved |= moved != 0;
     return moved < 0 || oomkit_plain_begin_part(call) < 0 ? -1 : 0;
@@ -269,9 +266,9 @@ oomkit_savepoint_restore(oomkit_call *call, PyObject **message)
     size_t i;
     int refused = 0;
 
-    for (i = 0; i < RESOURCES; i++) {
+    for (i = 0; i < COUNT; i++) {
         OWNED PyObject *why = NULL;
-        int result = resources[i]->restore(call, &why);
+        int result = restores[i](call, &why);
         if (result < 0) {
             return -1;
         }
@@ -287,11 +284,12 @@ oomkit_savepoint_restore(oomkit_call *call, PyObject **message)
 void
 oomkit_savepoint_end_attempt(oomkit_call *call)
 {
-    const oomkit_resource *const *one;
+    size_t i;
 
-    for (one = resources; *one != NULL; one++) {
-        if ((*one)->drop != NULL) {
-            (*one)->drop(call);
+    IN_A_ROW
+    for (i = 0; i < COUNT; i++) {
+        if (drops[i] != NULL) {
+            drops[i](call);
         }
     }
     if (oomkit_call_is_cut(call)) {

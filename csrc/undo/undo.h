@@ -8,23 +8,6 @@
 /* What happens in a call concerns (call/events.h): */
 extern const oomkit_rule oomkit_gradients_rule;
 
-/* One thing that can go back. */
-typedef struct oomkit_resource {
-    const char *name;
-    /* At entry of an attempt: how it is, into call->entry. 0 or -1. NULL: it is marked
-     * where it is about to move. */
-    int (*mark)(oomkit_call *);
-    /* Between the parts of an evaluation: did it move? 1, 0 or -1. NULL: it cannot. */
-    int (*moved)(oomkit_call *);
-    /* As it was. 0; 1: it cannot be, and *message (owned) says why; -1. May be done
-     * again. */
-    int (*restore)(oomkit_call *, PyObject **message);
-    /* Forgets what belongs to one attempt. Keeps the exception in flight. */
-    void (*drop)(oomkit_call *);
-} oomkit_resource;
-
-extern const oomkit_resource oomkit_parameters_resource;
-
 /* --- buffers.c --- */
 int
 oomkit_buffers_mark(oomkit_call *call);
@@ -350,6 +333,13 @@ int
 oomkit_params_rewritten(const oomkit_call *call, Py_ssize_t *which);
 int
 oomkit_params_mark(oomkit_call *call);
+/* At entry of an attempt, with copies where they are wanted. And back, as
+ * oomkit_savepoint_restore(): how many the step itself has changed is told at the end,
+ * everything else goes back all the same. */
+int
+oomkit_params_begin(oomkit_call *call);
+int
+oomkit_params_restore(oomkit_call *call, PyObject **message);
 /* The marks go: there are other parameters now, or the call ends. */
 static inline void
 oomkit_params_unmark(oomkit_call *call)
