@@ -367,7 +367,7 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
         }
         if (result != NULL) {
             oomkit_update_worked(call, self->target);
-            if (!call->options->optimizer_copy) {
+            if (!call->options->optimizer_copy && oomkit_part_is_copied(call, index)) {
                 oomkit_part_forget(call, index);
             }
         }

@@ -6,18 +6,6 @@
 #include "../device/device.h"
 #include "../py/tensor.h"
 
-Py_ssize_t
-oomkit_part_items(const oomkit_call *call, int index)
-{
-    return call->updating.marks[index].count;
-}
-
-int
-oomkit_part_is_copied(const oomkit_call *call, int index)
-{
-    return call->updating.marks[index].copies != NULL;
-}
-
 /* --- which values are whose --- */
 
 /* Dict of address of a state dict to its first value in the mark. New or NULL. */

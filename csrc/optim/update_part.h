@@ -15,11 +15,19 @@ typedef struct oomkit_part_param {
 } oomkit_part_param;
 
 /* How many values mark number `index` has. */
-Py_ssize_t
-oomkit_part_items(const oomkit_call *call, int index);
+static inline Py_ssize_t
+oomkit_part_items(const oomkit_call *call, int index)
+{
+    return call->updating.marks[index].count;
+}
+
 /* Has somebody kept copies for the whole call? */
-int
-oomkit_part_is_copied(const oomkit_call *call, int index);
+static inline int
+oomkit_part_is_copied(const oomkit_call *call, int index)
+{
+    return call->updating.marks[index].copies != NULL;
+}
+
 /* All parameters of its groups, in order; *list is memory of PyMem_Malloc(). 0 or -1.
  */
 int

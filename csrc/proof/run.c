@@ -209,6 +209,7 @@ oomkit_proof_put_back(oomkit_proof *p)
         oomkit_holders_of_run(call, oomkit_grads_parked_ones(call));
         call->tries.parked = oomkit_grads_parked(call);
     }
+    oomkit_grads_end_attempt(call);
     oomkit_grads_release(call);
     memset(&call->grads, 0, sizeof(call->grads));
     result = oomkit_insist(call->st, put_back_written, p, &error);

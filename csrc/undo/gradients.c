@@ -547,7 +547,6 @@ oomkit_grads_release(oomkit_call *call)
 {
     oomkit_grads *g = &call->grads;
 
-    oomkit_grads_end_attempt(call);
     if (g->marks != NULL) {
         SPARE_GIVE(call->parts->spare_marks, g->marks);
     }

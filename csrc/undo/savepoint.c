@@ -173,6 +173,14 @@ random_moved(oomkit_call *call)
     return call->entry.rng.cpu_state != NULL ? oomkit_rng_moved(call) : 0;
 }
 
+static void
+copies_drop(oomkit_call *call)
+{
+    if (call->entry.copies != NULL) {
+        oomkit_param_copies_release(call);
+    }
+}
+
 /* X(mark, moved, restore, drop), of which any but `restore` may be NULL. Put back in
  * this order; marked in the other one. */
 #define RESOURCES(X)                                                                   \
@@ -183,7 +191,7 @@ random_moved(oomkit_call *call)
     X(NULL, hooks_moved, hooks_restore, NULL)                                          \
     /* before what may change versions: they stand beside them */                      \
     X(NULL, NULL, flags_restore, NULL)                                                 \
-    X(oomkit_params_begin, NULL, oomkit_params_restore, oomkit_param_copies_release)   \
+    X(oomkit_params_begin, NULL, oomkit_params_restore, copies_drop)                   \
     X(NULL, NULL, extras_restore, NULL)                                                \
     X(NULL, NULL, oomkit_savepoint_gradients, oomkit_grads_end_attempt)                \
     X(oomkit_buffers_mark, buffers_moved, buffers_restore, oomkit_buffers_release)     \
@@ -320,7 +328,9 @@ oomkit_savepoint_end(oomkit_call *call)
     oomkit_grads_release(call);
     oomkit_savepoint_notes_end(call);
     oomkit_params_unmark(call);
-    oomkit_param_slots_release(call);
+    if (call->entry.slots.items != NULL) {
+        oomkit_param_slots_release(call);
+    }
     if (call->entry.undone.room > 0) {
         oomkit_undone_buffers_free(call);
     }

@@ -143,6 +143,7 @@ void
 oomkit_grads_end_attempt(oomkit_call *call);
 int
 oomkit_grads_grow(oomkit_call *call, Py_ssize_t old);
+/* All of them, once the attempt has ended. */
 void
 oomkit_grads_release(oomkit_call *call);
 int
