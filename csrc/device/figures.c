@@ -243,11 +243,9 @@ oomkit_device_budget(oomkit_state *st, oomkit_device device)
         slot = oomkit_slot_find(device);
         return slot == NULL ? OOMKIT_UNKNOWN : oomkit_slot_limit(slot);
     }
-    if (!st->bridge->cpu_installed()) {
-        return OOMKIT_UNKNOWN;
-    }
     st->bridge->cpu_stats(&cpu);
-    return cpu.limit;
+    return cpu.limit == OOMKIT_UNKNOWN || !st->bridge->cpu_installed() ? OOMKIT_UNKNOWN
+                                                                       : cpu.limit;
 }
 
 uint64_t

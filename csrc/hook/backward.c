@@ -95,12 +95,12 @@ backward_accumulates(oomkit_state *st, PyObject *const *args, size_t nargsf,
 static oomkit_call *engine_call;
 static int engine_calls, engine_others;
 
-/* The engine itself, with the phase that fault filters see. */
+/* The engine itself, with the phase that fault filters see, in this call or outside
+ * every one (NULL). */
 static PyObject *
-backward_engine(backward_object *self, oomkit_state *st, PyObject *const *args,
-                size_t nargsf, PyObject *kwnames)
+backward_engine(backward_object *self, oomkit_state *st, oomkit_call *call,
+                PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
-    oomkit_call *call = oomkit_call_current();
     PyObject *result; /* owned */
     int *nesting = call != NULL ? &call->backward.depth : &backward_nesting;
     int phase = oomkit_phase_set(st, OOMKIT_PHASE_BACKWARD);
@@ -138,7 +138,7 @@ backward_by_weight(backward_object *self, oomkit_call *call, double weight,
     if (n < 2 || total > 12) {
         call->refused.why =
             "torch's autograd engine was called in a way that oomkit does not know";
-        return backward_engine(self, call->st, args, nargsf, kwnames);
+        return backward_engine(self, call->st, call, args, nargsf, kwnames);
     }
     scaled = backward_weighted(call, args[1], weight);
     if (scaled == NULL) {
@@ -148,7 +148,7 @@ backward_by_weight(backward_object *self, oomkit_call *call, double weight,
         vector[i] = args[i];
     }
     vector[1] = scaled;
-    return backward_engine(self, call->st, vector, (size_t)n, kwnames);
+    return backward_engine(self, call->st, call, vector, (size_t)n, kwnames);
 }
 
 /* An outermost backward of a protected call. */
@@ -173,7 +173,7 @@ backward_protected(backward_object *self, oomkit_call *call, PyObject *const *ar
     result =
         backward.weight == 0.0 ? Py_NewRef(Py_None)
         : backward.weight == 1.0
-            ? backward_engine(self, call->st, args, nargsf, kwnames)
+            ? backward_engine(self, call->st, call, args, nargsf, kwnames)
             : backward_by_weight(self, call, backward.weight, args, nargsf, kwnames);
     if (result == NULL) {
         call->backward.failed = call->backward.queued = 1;
@@ -219,7 +219,7 @@ backward_outside(backward_object *self, oomkit_state *st, PyObject *const *args,
     } else if (st->callers != NULL && backward_accumulates(st, args, nargsf, kwnames)) {
         outside->nests(st);
     }
-    return backward_engine(self, st, args, nargsf, kwnames);
+    return backward_engine(self, st, NULL, args, nargsf, kwnames);
 }
 
 /* The call that this backward without one is a part of, for it runs on a thread that is
@@ -255,7 +255,7 @@ backward_inner(backward_object *self, oomkit_call *call, PyObject *const *args,
     if (nested && oomkit_tell_backward_nests(call, &backward) < 0) {
         return NULL;
     }
-    result = backward_engine(self, st, args, nargsf, kwnames);
+    result = backward_engine(self, st, call, args, nargsf, kwnames);
     if (result == NULL && nested) {
         oomkit_tell_backward_fails(call, &backward);
     }

@@ -342,7 +342,7 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
     PyObject *result; /* owned */
     int closure = oomkit_interceptor_has_closure(args, nargsf, kwnames);
     int computes = closure && call->backward.done == 0, index, attempt, fits, goes_on;
-    uint64_t runs = oomkit_backward_runs();
+    uint64_t runs = closure ? oomkit_backward_runs() : 0;
 
     call->refused.why = computes ? OOMKIT_CLOSURE_REFUSAL : call->refused.why;
     if (oomkit_optimizer_mark_take(call, self->target, &index) < 0 ||
