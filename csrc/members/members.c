@@ -392,13 +392,23 @@ parts_add_inner(oomkit_state *st, oomkit_participants *parts, PyObject *value,
     return items == NULL ? -1 : 0;
 }
 
+/* Not of torch's own (ZeroRedundancyOptimizer), whose step() is one update of all
+ * ranks.
+ */
 static int
 parts_add_inner_optimizers(oomkit_state *st, oomkit_participants *parts,
                            PyObject *optimizer)
 {
-    OWNED PyObject *own = oomkit_own_attributes(optimizer);
+    OWNED PyObject *module =
+        PyObject_GetAttrString((PyObject *)Py_TYPE(optimizer), "__module__");
+    OWNED PyObject *own = module ? oomkit_own_attributes(optimizer) : NULL;
+    const char *name =
+        own != NULL && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
     Py_ssize_t i;
 
+    if (name == NULL || strncmp(name, "torch.", 6) == 0) {
+        return name != NULL || (own != NULL && !PyErr_Occurred()) ? 0 : -1;
+    }
     for (i = 1; own != NULL && i < PyTuple_GET_SIZE(own); i += 2) {
         if (parts_add_inner(st, parts, PyTuple_GET_ITEM(own, i), 0) < 0) {
             return -1;

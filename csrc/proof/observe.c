@@ -172,26 +172,29 @@ proof_micro_end(oomkit_call *call, PyObject *result)
     return done == NULL ? -1 : 0;
 }
 
-/* Has each micro-batch of the call one row? */
+/* Will the call's own join meet what that of these two parts has met? It has parts of
+ * one row alone, or one beside larger ones as here. */
 static int
-has_single_rows(const oomkit_proof *p)
+joins_alike(const oomkit_proof *p)
 {
-    int64_t i;
+    const oomkit_cut *cut = p->call->cut;
+    const int mixed = cut->slices[0].length != cut->slices[1].length;
+    int64_t i, single = 0;
 
-    for (i = 0; i < p->cut.count && p->cut.slices[i].length == 1; i++) {
+    for (i = 0; i < p->cut.count; i++) {
+        single += p->cut.slices[i].length == 1;
     }
-    return i == p->cut.count;
+    return single == p->cut.count || (mixed && single > 0);
 }
 
 /* The results of parts of one row could not be joined, as the SplitError in flight
  * says, which is ended: of one row much looks like anything, see proof_joins(). Where
- * the call itself has no others, it is refused by what the error says. 0 or -1. */
+ * the call itself has such parts, it is refused by what the error says. 0 or -1. */
 static int
 proof_unjoined(oomkit_proof *p)
 {
     OWNED PyObject *error = oomkit_exception_take();
-    OWNED PyObject *told =
-        has_single_rows(p) ? PyObject_Str(error) : Py_NewRef(Py_True);
+    OWNED PyObject *told = joins_alike(p) ? PyObject_Str(error) : Py_NewRef(Py_True);
 
     p->call->refused.raised = 0;
     p->unjoined = 1;

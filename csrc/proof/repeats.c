@@ -68,7 +68,8 @@ repeats_but_for_results(const oomkit_proof *p)
     return results == NULL ? -1 : results == Py_True;
 }
 
-/* What an error says, without the help that the text around it has. New str or NULL. */
+/* What an error says: oomkit's without the help that the text around it has, the step's
+ * own with what may be its cause. New str or NULL. */
 static PyObject *
 repeats_error(PyObject *exception)
 {
@@ -82,7 +83,8 @@ repeats_error(PyObject *exception)
     return end == -2 ? NULL
            : end >= 0
                ? PyUnicode_Substring(text, 0, end)
-               : PyUnicode_FromFormat("%s: %U", Py_TYPE(exception)->tp_name, text);
+               : PyUnicode_FromFormat("%s: %U, in a run whose updates are held back",
+                                      Py_TYPE(exception)->tp_name, text);
 }
 
 /* An error has ended it. Of the step's own, or another refusal: it was not shown. As

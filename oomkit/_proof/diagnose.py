@@ -231,7 +231,13 @@ class Verification:
         return seen > 0
 
 
-def advice(rules: list[tuple[str, str]], is_sum: bool, chooses: bool, hidden: bool) -> str:
+def advice(
+    rules: list[tuple[str, str]],
+    is_sum: bool,
+    chooses: bool,
+    hidden: bool,
+    of_results: bool = False,
+) -> str:
     """What to do about a split that is not exact.
 
     Args:
@@ -239,6 +245,7 @@ def advice(rules: list[tuple[str, str]], is_sum: bool, chooses: bool, hidden: bo
         is_sum: whether micro-batches weigh 1 now.
         chooses: it draws integers among as many as its rows make.
         hidden: numbers that no part can be given may hide what differs.
+        of_results: all but what the step returns is exact.
     """
     if hidden:
         return (
@@ -255,6 +262,13 @@ def advice(rules: list[tuple[str, str]], is_sum: bool, chooses: bool, hidden: bo
         return 'the loss is a sum over samples: pass reduction="sum" to auto_batch'
     if kinds and rules[-1][0] not in ("rows", "sum"):
         return f"the loss is a {rules[-1][1]}: pass weight= to auto_batch"
+    if of_results and not chooses:
+        return (
+            "this result is neither a sum nor a mean over the rows (a maximum, a set, a loss that "
+            "couples the samples of a batch): return it for each row, or pass join= to auto_batch, "
+            'a function of the results of the parts and their rows. verify="warn" splits the step '
+            "anyway"
+        )
     chosen = (
         "It draws integers among as many as its rows make: where they choose among the rows "
         "(torch.randperm for MixUp, torch.randint for negatives), do that before the step. "

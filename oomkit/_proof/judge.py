@@ -123,6 +123,7 @@ class Proof:
         self.unjoined: bool | str = False  # results of parts of one row could not be joined
         self._numbers = Numbers()
         self._metrics = Metrics(self._roots)
+        self._is_of_results = False  # what differs, if anything
         self.volatile = False  # nothing but results differs: are they the same twice?
         self._gradients: set[str] = set()  # kinds of those that were compared
 
@@ -655,7 +656,8 @@ class Proof:
         self.volatile = self._worst[0] == 0.0
         if self._worst[0] == 0.0 and whole.bounds and made.bounds and not self.noise:
             self._compare_bounds(whole, made)
-        if self._worst[0] == 0.0:
+        self._is_of_results = self._worst[0] == 0.0
+        if self._is_of_results:
             self._compare_results(whole, made)
             if self.unjoined and not made.results and len(made.each) == 2:
                 self._compare_unjoined(whole, made)
@@ -673,7 +675,7 @@ class Proof:
         if made != want:
             self._fail(math.inf, f"the step makes {made} updates instead of {want}")
         size, text = self._worst
-        self._worst = (0.0, "")
+        self._worst, self._is_of_results = (0.0, ""), False
         how = ", where the micro-batches have other rows of the batch, or come in another order"
         return text + how if size else None
 
@@ -718,6 +720,7 @@ class Proof:
             is_sum,
             self.draws.chooses,
             self._is_hidden,
+            self._is_of_results,
         )
 
     def proven(self, whole: int, first: int, second: int) -> str:

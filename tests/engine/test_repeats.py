@@ -264,7 +264,9 @@ def test_an_error_of_the_step_behind_its_held_update_is_no_answer() -> None:
 
     before = program.weights()
     with inject_oom(nth=1, phase="backward"):
-        with pytest.raises(oomkit.OutOfMemory, match="ArithmeticError: nothing has moved"):
+        with pytest.raises(
+            oomkit.OutOfMemory, match="nothing has moved, in a run whose updates are held"
+        ):
             oomkit.auto_batch(step)(x)
     torch.testing.assert_close(program.weights(), before, rtol=0, atol=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -165,6 +166,24 @@ def test_results_of_the_calls_own_parts_are_joined_in_the_proof() -> None:
     with pytest.raises(oomkit.SplitError, match="cannot join"):
         oomkit.auto_batch(step, accumulation_steps=5)(_x(5))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_results_of_two_rows_and_of_one_are_joined_in_the_proof() -> None:
+    """As those of the call are: what cannot be joined runs whole, nothing is updated before."""
+    model, optimizer = _world()
+
+    @oomkit.auto_batch
+    def step(x: torch.Tensor) -> Any:
+        made = namedtuple("made", "rows first")  # another class in each call
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        return made(len(x), float(x[0, 0]))
+
+    x = _x(3)
+    step(_x(8))
+    with inject_oom(nth=1, phase="forward"):
+        assert tuple(step(x)) == (3, float(x[0, 0]))
 
 
 def test_an_update_of_few_rows_by_hand() -> None:

@@ -185,5 +185,6 @@ def test_weights_are_no_advice_where_those_in_use_fit_as_well() -> None:
     """Parts as heavy as each other fit all of them: what differs is something else."""
     rules = [("rows", "mean over rows"), ("labels", "mean over x that are not 0")]
     assert "couples the samples" in advice(rules, False, False, False)
+    assert "pass join= to auto_batch" in advice(rules, False, False, False, True)
     assert "a mean over x that are not 0: pass weight=" in advice(rules[1:], False, False, False)
     assert 'pass reduction="mean"' in advice(rules, True, False, False)
