@@ -435,8 +435,9 @@ typedef struct oomkit_earlier_grad oomkit_earlier_grad;
 typedef struct oomkit_earlier_grads {
     oomkit_earlier_grad *items; /* of each parameter that had one at entry; or NULL */
     Py_ssize_t count;
-    int noted; /* they are known in this call */
-    int out;   /* some stand-ins are in .grad now */
+    int noted;    /* they are known in this call */
+    int out;      /* some stand-ins are in .grad now */
+    int was_read; /* a value of one was asked for in this attempt */
 } oomkit_earlier_grads;
 
 /* undo: how everything that can go back was at entry of the attempt; a value, which

@@ -569,7 +569,7 @@ static int
 gradients_backward_begins(oomkit_call *call, oomkit_backward *backward)
 {
     (void)backward;
-    if (oomkit_earlier_grads_show(call) < 0 || oomkit_grads_mark(call) < 0) {
+    if (oomkit_earlier_grads_leave(call) < 0 || oomkit_grads_mark(call) < 0) {
         return -1;
     }
     if (call->grads.aside != NULL && call->backward.done > 0) {

@@ -357,7 +357,7 @@ static int
 earlier_show(oomkit_call *call, oomkit_earlier_grad *item)
 {
     PyObject *name = call->st->str_grad; /* borrowed */
-    OWNED PyObject *gradient = NULL;
+    OWNED PyObject *gradient = NULL, *read = NULL;
 
     if (item->behind == NULL) {
         return 0;
@@ -366,9 +366,10 @@ earlier_show(oomkit_call *call, oomkit_earlier_grad *item)
     if (gradient == NULL ||
         (gradient == item->stand_in &&
          PyObject_SetAttr(item->param, name, item->behind) < 0) ||
-        PyObject_SetAttrString(item->stand_in, "behind", Py_None) < 0) {
+        (read = PyObject_CallMethod(item->stand_in, "leave", NULL)) == NULL) {
         return -1;
     }
+    call->entry.earlier.was_read |= read == Py_True;
     Py_CLEAR(item->behind);
     return 0;
 }
@@ -385,6 +386,23 @@ oomkit_earlier_grads_show(oomkit_call *call)
     }
     e->out = result < 0;
     return result;
+}
+
+int
+oomkit_earlier_grads_leave(oomkit_call *call)
+{
+    if (oomkit_earlier_grads_show(call) < 0) {
+        return -1;
+    }
+    if (!call->entry.earlier.was_read) {
+        return 0;
+    }
+    (void)oomkit_refuse_step(
+        call, "it read a gradient of an earlier call before its own backward(), and "
+              "caught the error that says so. That gradient is gone: store what the "
+              "next call needs of it in a tensor or a number before the step "
+              "returns" SEE("earlier-gradient"));
+    return call->cut->at > 0 ? oomkit_split_alone(call) : -1;
 }
 
 int
@@ -430,9 +448,17 @@ static int
 earlier_backward_begins(oomkit_call *call, oomkit_backward *backward)
 {
     (void)backward;
-    return oomkit_earlier_grads_show(call);
+    return oomkit_earlier_grads_leave(call);
 }
 
+static int
+earlier_micro_ends(oomkit_call *call, PyObject *result)
+{
+    (void)result;
+    return oomkit_earlier_grads_leave(call);
+}
+
+/* The whole batch may find what a later micro-batch does not. */
 static void
 earlier_micro_left(oomkit_call *call)
 {
@@ -441,6 +467,11 @@ earlier_micro_left(oomkit_call *call)
             oomkit_error_unraised(
                 call->given.func); /* tried again when all goes back */
         }
+    }
+    if (call->entry.earlier.was_read && call->cut->at > 0 && PyErr_Occurred() &&
+        PyErr_ExceptionMatches(call->st->SplitError)) {
+        call->refused.raised = 1;
+        (void)oomkit_split_alone(call);
     }
 }
 
@@ -462,8 +493,10 @@ oomkit_earlier_grads_free(oomkit_call *call)
 
 const oomkit_rule oomkit_earlier_grads_rule = {.micro_begins = earlier_micro_begins};
 
-const oomkit_rule oomkit_earlier_grads_shown_rule = {
-    .backward_begins = earlier_backward_begins, .micro_left = earlier_micro_left};
+const oomkit_rule oomkit_earlier_grads_shown_rule = {.backward_begins =
+                                                         earlier_backward_begins,
+                                                     .micro_left = earlier_micro_left,
+                                                     .micro_ends = earlier_micro_ends};
 
 /* 0 every gradient is as at the marks (or set aside); 1 refused: *why and *which (owned
  * parameter) tell; -1 error. Nothing is changed when it refuses. */
@@ -479,6 +512,7 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which)
         (call->proof == NULL && earlier_note(call) < 0) || grads_bring_out(call) < 0) {
         return -1;
     }
+    call->entry.earlier.was_read = 0; /* by the attempt that goes back */
     if (!call->grads.marked || call->grads.gone) {
         return 0;
     }

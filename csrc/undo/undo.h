@@ -160,6 +160,10 @@ oomkit_grads_restore(oomkit_call *call, const char **why, PyObject **which);
 /* Stand-ins of gradients of earlier calls are no longer in .grad. 0 or -1. */
 int
 oomkit_earlier_grads_show(oomkit_call *call);
+/* The same where the step goes on: SplitError if it has asked for a value of one. 0 or
+ * -1. */
+int
+oomkit_earlier_grads_leave(oomkit_call *call);
 /* The step clears the gradients of these parameters (a list). 0 or -1. */
 int
 oomkit_earlier_grads_cleared(oomkit_call *call, PyObject *params);

@@ -305,6 +305,33 @@ def _averaging(oomkit: Any, torch: Any) -> Callable[[], Any]:
     return use
 
 
+def _clearing(oomkit: Any, torch: Any) -> Callable[[], Any]:
+    """A split step that clears the gradients of an earlier call, in place, in each micro-batch."""
+    from oomkit.testing import inject_oom
+
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.25)
+            p.grad = torch.full_like(p, 9.0)
+    x, y = torch.arange(24.0).reshape(8, 3) / 24, torch.ones(8, 2)
+
+    def use() -> Any:
+        trained = copy.deepcopy(model)
+
+        @oomkit.auto_batch
+        def step(x: Any, y: Any) -> None:
+            trained.zero_grad(set_to_none=False)
+            (trained(x) - y).pow(2).mean().backward()
+
+        with inject_oom(nth=2, phase="backward"):
+            step(x, y)
+        rows = trained.weight.grad.tolist()
+        return type(trained.weight.grad).__name__, [[round(v, 3) for v in row] for row in rows]
+
+    return use
+
+
 def _looping(oomkit: Any, torch: Any) -> Callable[[], Any]:
     from oomkit.testing import inject_oom
 
@@ -340,6 +367,7 @@ PLAIN = {
     "a healthy call": _whole,
     "averaging": _averaging,
     "contrasting": _contrasting,
+    "clearing": _clearing,
     "uncut": _uncut,
     "loops": _looping,
     "sizes in a checkpoint": checkpoint,
@@ -352,6 +380,7 @@ RARER = {
     "a healthy call": 3,
     "averaging": 3,
     "contrasting": 3,
+    "clearing": 3,
     "uncut": 3,
     "loops": 2,
     "trials": 3,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.one_fault import Place, results, same, values
 from torch import nn
 
 import oomkit
@@ -21,6 +21,17 @@ Step = Callable[[torch.Tensor], float]
 
 def _norm(model: nn.Module) -> float:
     return sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+
+
+def _scale(model: nn.Module) -> float:
+    return 1.0 + _norm(model)
+
+
+def _caught(model: nn.Module) -> float:
+    try:
+        return _scale(model)
+    except oomkit.SplitError:
+        return 1.0
 
 
 class Program:
@@ -45,6 +56,17 @@ class Program:
 
     def norm_before(self, x: torch.Tensor) -> float:
         scale = 1.0 + _norm(self.model)
+        self.optimizer.zero_grad()
+        return self.train(self.loss(x) * scale)
+
+    def caught(self, x: torch.Tensor) -> float:
+        scale = _caught(self.model)
+        self.optimizer.zero_grad()
+        return self.train(self.loss(x) * scale)
+
+    def numbers_before(self, x: torch.Tensor) -> float:
+        grads = [p.grad.numpy() for p in self.model.parameters() if p.grad is not None]
+        scale = 1.0 + sum(float((g * g).sum()) for g in grads)
         self.optimizer.zero_grad()
         return self.train(self.loss(x) * scale)
 
@@ -79,6 +101,11 @@ class Program:
         if self.calls % 3 == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        return loss.item()
+
+    def sums(self, x: torch.Tensor) -> float:
+        loss = self.loss(x) * _scale(self.model)
+        loss.backward()
         return loss.item()
 
     # --- what does not ---
@@ -144,56 +171,47 @@ class Program:
         return self._inside
 
 
-READ = ("norm_before", "norm_before_zeros", "decays", "decays_anew", "updates_first",
-        "accumulates")  # fmt: skip
+READ = ("norm_before", "caught", "numbers_before", "norm_before_zeros", "decays",
+        "decays_anew", "updates_first", "accumulates", "sums")  # fmt: skip
 CLEAR = ("none", "none_late", "zeros", "zeros_by_hand", "none_by_hand", "clips", "none_behind",
          "asks", "copies", "compiled")  # fmt: skip
 PLACES = [("forward", 1), ("forward", 3), ("backward", 1), ("backward", 3), ("optimizer", 1)]
 
 
-def _run(name: str, rows: int, place: tuple[str, int] | None, bad: int = 1) -> Any:
+def _run(
+    name: str, rows: int, place: Place | None, bad: int = 1, verify: bool | None = None
+) -> Any:
     program = Program()
     step: Step = getattr(program, name)
-    step = step if place is None else oomkit.auto_batch(step)
-    results = []
-    for i in range(4):
-        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(i)).double()
-        failing = place is not None and i == bad
-        with inject_oom(phase=place[0], nth=place[1]) if failing else contextlib.nullcontext():
-            results.append(step(x))
-    return results, [p.detach().clone() for p in program.model.parameters()]
-
-
-def _same(one: Any, other: Any) -> None:
-    assert one[0] == pytest.approx(other[0], abs=1e-10)
-    torch.testing.assert_close(one[1], other[1], rtol=0, atol=1e-10)
+    called: Any = step if place is None else oomkit.auto_batch(step, verify=verify)
+    made = results(called, rows, place, bad)
+    return made, values(program.model)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.refusals
-def test_a_step_that_reads_them_is_exact_or_refused(
-    name: str, rows: int, place: tuple[str, int]
-) -> None:
+def test_a_step_that_reads_them_is_exact_or_refused(name: str, rows: int, place: Place) -> None:
     try:
         found = _run(name, rows, place)
     except (oomkit.SplitError, oomkit.OutOfMemory, oomkit.PartialUpdate):
         return
-    _same(found, _run(name, rows, None))
+    same(found, _run(name, rows, None))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_the_refusal_names_the_gradient(rows: int) -> None:
+@pytest.mark.parametrize("name", ["norm_before", "caught", "numbers_before"])
+def test_the_refusal_names_the_gradient(name: str, rows: int) -> None:
     with pytest.raises(oomkit.OomkitError, match="gradient of an earlier call"):
-        _run("norm_before", rows, ("backward", 1))
+        _run(name, rows, ("backward", 1))
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", CLEAR)
-def test_a_step_that_clears_them_is_exact(name: str, rows: int, place: tuple[str, int]) -> None:
-    _same(_run(name, rows, place), _run(name, rows, None))
+def test_a_step_that_clears_them_is_exact(name: str, rows: int, place: Place) -> None:
+    same(_run(name, rows, place), _run(name, rows, None))
 
 
 @pytest.mark.parametrize("name", READ)
@@ -203,12 +221,20 @@ def test_each_micro_batch_of_a_later_call_is_exact_or_refused(name: str) -> None
         found = _run(name, 4, ("forward", 1), bad=0)
     except (oomkit.SplitError, oomkit.OutOfMemory, oomkit.PartialUpdate):
         return
-    _same(found, _run(name, 4, None))
+    same(found, _run(name, 4, None))
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("verify", [None, False])
+def test_where_nothing_has_cleared_them_the_whole_batch_reads_them(
+    verify: bool | None, bad: int
+) -> None:
+    same(_run("sums", 4, ("forward", 1), bad, verify), _run("sums", 4, None))
 
 
 @pytest.mark.parametrize("name", CLEAR)
 def test_later_calls_that_are_split_are_exact(name: str) -> None:
-    _same(_run(name, 4, ("forward", 1), bad=0), _run(name, 4, None))
+    same(_run(name, 4, ("forward", 1), bad=0), _run(name, 4, None))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -222,44 +248,39 @@ def test_nothing_stays_in_grad(rows: int) -> None:
     assert all(p.grad is None for p in program.model.parameters())
 
 
-def _returned(rows: int, place: tuple[str, int] | None, bad: int, reads: bool) -> Any:
+def _returned(rows: int, place: Place | None, bad: int, scale: Callable[[Any], float]) -> Any:
     program = Program()
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return program.loss(x) * (1.0 + _norm(program.model) if reads else 2.0)
+        return program.loss(x) * scale(program.model)
 
     call = step if place is None else oomkit.auto_batch(step)
-    results = []
-    for i in range(4):
-        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(i)).double()
-        failing = place is not None and i == bad
-        with inject_oom(phase=place[0], nth=place[1]) if failing else contextlib.nullcontext():
-            loss = call(x)
-            program.optimizer.zero_grad()
-            loss.backward()
-        program.optimizer.step()
-        results.append(loss.item())
-    return results, [p.detach().clone() for p in program.model.parameters()]
+
+    def iteration(x: torch.Tensor) -> float:
+        loss = call(x)
+        program.optimizer.zero_grad()
+        return program.train(loss)
+
+    return results(iteration, rows, place, bad), values(program.model)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("place", [("forward", 3), ("backward", 3)])
 @pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("scale", [_scale, _caught])
 @pytest.mark.refusals
 def test_a_returned_loss_made_of_them_is_exact_or_refused(
-    rows: int, place: tuple[str, int], bad: int
+    rows: int, place: Place, bad: int, scale: Callable[[Any], float]
 ) -> None:
     try:
-        found = _returned(rows, place, bad, reads=True)
+        found = _returned(rows, place, bad, scale)
     except (oomkit.SplitError, oomkit.OutOfMemory):
         return
-    _same(found, _returned(rows, None, bad, reads=True))
+    same(found, _returned(rows, None, bad, scale))
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("place", [("forward", 3), ("backward", 3)])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_returned_loss_made_without_them_is_exact(
-    rows: int, place: tuple[str, int], bad: int
-) -> None:
-    _same(_returned(rows, place, bad, reads=False), _returned(rows, None, bad, reads=False))
+def test_a_returned_loss_made_without_them_is_exact(rows: int, place: Place, bad: int) -> None:
+    same(_returned(rows, place, bad, lambda _: 2.0), _returned(rows, None, bad, lambda _: 2.0))
