@@ -20,6 +20,7 @@ typedef struct oomkit_signature {
     uint64_t peak_bytes; /* allocated at most in a call with the largest micro-batch */
     int64_t peak_rows;   /* that micro-batch */
     uint64_t noted;      /* of what was noted for later runs; 0: nothing */
+    int64_t apart_rows;  /* most that ended well with an update behind another one */
     int forward_only;    /* the last call that finished ran no backward */
 } oomkit_signature;
 
@@ -33,7 +34,7 @@ typedef struct oomkit_whole_calls {
 
 /* Does a backward of the step begin behind an update of it? Whole calls show it. */
 typedef enum oomkit_apart {
-    OOMKIT_APART_UNKNOWN, /* no call has ended well so far */
+    OOMKIT_APART_UNKNOWN, /* no call has stepped all optimizers so far */
     OOMKIT_APART_NO,
     OOMKIT_APART_YES
 } oomkit_apart;

@@ -355,10 +355,6 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         oomkit_error_dismiss(); /* it stays where it is */
     }
     step->seen_oom |= call->tries.ooms > 0;
-    if (step->updates_apart == OOMKIT_APART_UNKNOWN ||
-        oomkit_updates_were_apart(call)) {
-        oomkit_careful_learn(call);
-    }
     if (call->cut->slices == NULL) {
         step->updates = oomkit_updates_made(call);
         oomkit_batch_learn(&step->batch_site, &call->batch);
@@ -379,6 +375,10 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         oomkit_signature_forward_only(call, !call->training &&
                                                 !oomkit_loss_is_returned(call));
         oomkit_signature_succeeded(call, largest, oomkit_window_peak(call));
+    }
+    if (step->updates_apart == OOMKIT_APART_UNKNOWN ||
+        oomkit_updates_were_apart(call)) {
+        oomkit_careful_learn(call, largest);
     }
 }
 

@@ -12,29 +12,32 @@
 #include "../sizes/sizes.h"
 
 #define COPIES 3 /* a parameter, and two values of its state, as Adam has them */
+/* So many calls may leave an optimizer out before it is believed that all do. GANs step
+ * the second one in each fifth call (WGAN's n_critic). */
+#define LEFT_OUT 8
 
-/* Are there optimizers that may be stepped apart? 1 or 0. */
 static int
-several_optimizers(const oomkit_call *call)
+optimizers(const oomkit_call *call)
 {
     int count = 0;
 
     EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
         count++;
     }
-    return count > 1;
+    return count;
 }
 
-/* Has a call of this shape and of as many rows come to its end since the step ran out
- * of memory? */
+/* Has a call of this shape and of as many rows come to its end, with an update behind
+ * another one, since the step ran out of memory? */
 static int
 is_known_to_fit(oomkit_call *call)
 {
     const oomkit_signature *entry = oomkit_signature_get(call, 0); /* borrowed */
+    const int64_t rows = oomkit_batch_rows(&call->batch);
 
     return entry != NULL && entry->known.successes > 0 && !entry->known.recalled &&
-           entry->known.roles[OOMKIT_FIRST].largest_ok >=
-               oomkit_batch_rows(&call->batch);
+           entry->known.roles[OOMKIT_FIRST].largest_ok >= rows &&
+           entry->apart_rows >= rows;
 }
 
 /* Has the host room for the copies? Half of what it has to spare is asked for, at most.
@@ -66,7 +69,7 @@ oomkit_careful_begin(oomkit_call *call)
     if (call->options->optimizer_copy || oomkit_call_is_replay(call) ||
         oomkit_ranks_agreed(call) ||
         (step->updates_apart == OOMKIT_APART_UNKNOWN
-             ? !several_optimizers(call)
+             ? optimizers(call) < 2
              : !step->seen_oom || is_known_to_fit(call)) ||
         !host_has_room(call)) {
         return 0;
@@ -88,11 +91,20 @@ oomkit_careful_begin(oomkit_call *call)
 }
 
 void
-oomkit_careful_learn(oomkit_call *call)
+oomkit_careful_learn(oomkit_call *call, int64_t rows)
 {
+    oomkit_step *step = call->step;
+
     if (oomkit_updates_were_apart(call)) {
-        call->step->updates_apart = OOMKIT_APART_YES;
-    } else if (call->step->updates_apart == OOMKIT_APART_UNKNOWN) {
-        call->step->updates_apart = OOMKIT_APART_NO;
+        oomkit_signature *entry = /* borrowed; shapes are known since the first error */
+            step->seen_oom ? oomkit_signature_get(call, 0) : NULL;
+        step->updates_apart = OOMKIT_APART_YES;
+        if (entry != NULL && entry->apart_rows < rows) {
+            entry->apart_rows = rows;
+        }
+    } else if (step->updates_apart == OOMKIT_APART_UNKNOWN &&
+               (oomkit_updates_made(call) >= optimizers(call) ||
+                step->calls >= LEFT_OUT)) {
+        step->updates_apart = OOMKIT_APART_NO;
     }
 }

@@ -63,9 +63,9 @@ oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request);
  * updates change. 0 or -1. */
 int
 oomkit_careful_begin(oomkit_call *call);
-/* At the end of a call that has gone well. */
+/* At the end of a call that has gone well, with so many rows at a time. */
 void
-oomkit_careful_learn(oomkit_call *call);
+oomkit_careful_learn(oomkit_call *call, int64_t rows);
 
 /* --- update_room.c --- */
 /* Before an optimizer's step(), whose mark has number `index`: 1 it may run as it is, 2
