@@ -84,8 +84,8 @@ def is_independent(optimizer: object) -> bool:
     """Say whether an optimizer's update may be made in parts.
 
     Args:
-        optimizer: an instance. ``differentiable=True`` in any of its groups, a parameter that
-            is in them twice and a GradScaler's ``grad_scale`` make it ``False``.
+        optimizer: an instance. ``differentiable=True`` in any of its groups and a parameter that
+            is in them twice make it ``False``.
     """
     cls = type(optimizer)
     if cls not in _registered:
@@ -94,8 +94,6 @@ def is_independent(optimizer: object) -> bool:
             return False
     elif not _registered[cls]:
         return False
-    if getattr(optimizer, "grad_scale", None) is not None:
-        return False  # a fused update under a GradScaler writes to gradients: once only
     groups = getattr(optimizer, "param_groups", [])
     if any(group.get("differentiable") for group in groups):
         return False
@@ -222,8 +220,10 @@ def update_needs(optimizer: Any) -> tuple[int, int, int, int]:
     """
     parts = int(is_independent(optimizer))
     torchs = _is_torchs(optimizer) and type(optimizer).__name__ in _TEMPORARIES
-    # Known ones are tested for it, also where somebody has declared them.
-    parts += bool(parts and (torchs or type(optimizer) not in _registered))
+    # Known ones are tested for it, also where somebody has declared them. A fused update under
+    # a GradScaler divides the gradients where they lie.
+    scaled = getattr(optimizer, "grad_scale", None) is not None
+    parts += bool(parts and not scaled and (torchs or type(optimizer) not in _registered))
     if not torchs:
         return parts, 0, _UNKNOWN, 0
     return parts, state_bytes(optimizer), *_temporaries(optimizer)

@@ -178,7 +178,8 @@ interceptor_computed(interceptor_object *self, int index, PyObject *result)
     } else if (oomkit_exception_is_oom(call->st)) {
         PyObject *exception = oomkit_exception_take(); /* owned, given back */
         oomkit_update_broke_off(call, self->target);
-        if (call->options->optimizer_copy && interceptor_restore(call, index) < 0) {
+        if (oomkit_part_is_copied(call, index) &&
+            interceptor_restore(call, index) < 0) {
             Py_DECREF(exception);
             return NULL;
         }
@@ -263,10 +264,10 @@ static int
 interceptor_commit(interceptor_object *self, int index, int closure, int *fits)
 {
     oomkit_call *call = self->call;
-    const int tight = call->options->optimizer_copy || *fits == 0 ? OOMKIT_UPDATE_TIGHT
-                      : oomkit_update_is_near(call, self->target, *fits)
-                          ? OOMKIT_UPDATE_NEAR
-                          : OOMKIT_UPDATE_ROOMY;
+    const int tight =
+        call->options->optimizer_copy || *fits == 0 || *fits == 3 ? OOMKIT_UPDATE_TIGHT
+        : oomkit_update_is_near(call, self->target, *fits)        ? OOMKIT_UPDATE_NEAR
+                                                                  : OOMKIT_UPDATE_ROOMY;
     const int copies = call->options->optimizer_copy;
 
     if (oomkit_ranks_commit(call, tight) < 0) {
@@ -287,9 +288,13 @@ interceptor_room(interceptor_object *self, int index, int closure, int computes,
 {
     oomkit_call *call = self->call;
 
-    *fits = closure ? 1 : oomkit_update_fits(call, self->target, index);
+    *fits = closure ? oomkit_update_fits_whole(call, self->target, index, computes)
+                    : oomkit_update_fits(call, self->target, index);
     if (*fits < 0 || (!computes && oomkit_ranks_will_commit(call) &&
                       interceptor_commit(self, index, closure, fits) < 0)) {
+        return -1;
+    }
+    if (*fits == 3 && oomkit_optimizer_copy(call, index) < 0) {
         return -1;
     }
     return call->options->optimizer_copy &&
@@ -361,7 +366,7 @@ interceptor_step(interceptor_object *self, PyObject *const *args, size_t nargsf,
             }
             Py_DECREF(result);
         }
-        result = interceptor_measured(self, fits == 2, closure, args, nargsf, kwnames);
+        result = interceptor_measured(self, fits >= 2, closure, args, nargsf, kwnames);
         if (closure && oomkit_backward_runs() != runs) {
             return interceptor_computed(self, index, result);
         }

@@ -40,10 +40,8 @@ is_known_to_fit(oomkit_call *call)
            entry->apart_rows >= rows;
 }
 
-/* Has the host room for the copies? Half of what it has to spare is asked for, at most.
- * 1 or 0. */
-static int
-host_has_room(const oomkit_call *call)
+int
+oomkit_host_has_room(const oomkit_call *call)
 {
     const uint64_t spare = oomkit_host_spare(call->st);
     oomkit_tensor_facts facts;
@@ -71,7 +69,7 @@ oomkit_careful_begin(oomkit_call *call)
         (step->updates_apart == OOMKIT_APART_UNKNOWN
              ? optimizers(call) < 2
              : !step->seen_oom || is_known_to_fit(call)) ||
-        !host_has_room(call)) {
+        !oomkit_host_has_room(call)) {
         return 0;
     }
     if (step->careful == NULL) {

@@ -63,16 +63,27 @@ oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request);
  * updates change. 0 or -1. */
 int
 oomkit_careful_begin(oomkit_call *call);
+/* Has the host room for copies of what updates change? Half of what it has to spare is
+ * asked for, at most. 1 or 0. */
+int
+oomkit_host_has_room(const oomkit_call *call);
 /* At the end of a call that has gone well, with so many rows at a time. */
 void
 oomkit_careful_learn(oomkit_call *call, int64_t rows);
 
 /* --- update_room.c --- */
 /* Before an optimizer's step(), whose mark has number `index`: 1 it may run as it is, 2
- * the same, but only just, so that it is worth measuring; 0 it must go in parts; -1
- * with an exception (nothing has moved). */
+ * the same, but only just, so that it is worth measuring; 0 it must go in parts; 3 it
+ * may not fit and cannot go in parts: as 2, with copies to go back to; -1 with an
+ * exception (nothing has moved). */
 int
 oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index);
+/* The same of a step() with a closure, which never goes in parts. `computes`: it is the
+ * closure that makes the gradients, so that nothing is known of what the update needs.
+ */
+int
+oomkit_update_fits_whole(oomkit_call *call, PyObject *optimizer, int index,
+                         int computes);
 /* Of what that has said: may it fail for all that? */
 int
 oomkit_update_is_near(const oomkit_call *call, PyObject *optimizer, int fits);

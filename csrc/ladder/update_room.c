@@ -131,7 +131,7 @@ is_near(const oomkit_update_figures *f, uint64_t bytes)
            (bytes == OOMKIT_UNKNOWN || f->left < bytes || f->left - bytes < bytes);
 }
 
-/* 2, 0 or -1 as oomkit_update_fits(). */
+/* 2, 0, 3 or -1 as oomkit_update_fits(). */
 static int
 fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
 {
@@ -166,7 +166,10 @@ fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
     if (may && f.independent) {
         return needed(&f, need) <= f.left ? 2 : 0;
     }
-    return f.state > f.left ? refuse_state(call, optimizer, &f) : 2;
+    if (f.state > f.left) {
+        return refuse_state(call, optimizer, &f);
+    }
+    return needed(&f, need) <= f.left || !oomkit_host_has_room(call) ? 2 : 3;
 }
 
 int
@@ -195,6 +198,22 @@ oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
         return 1;
     }
     return fits_closely(call, optimizer, need);
+}
+
+int
+oomkit_update_fits_whole(oomkit_call *call, PyObject *optimizer, int index,
+                         int computes)
+{
+    const int fits = oomkit_update_fits(call, optimizer, index);
+
+    if (fits < 0 || fits == 1 || (fits == 2 && !computes)) {
+        return fits;
+    }
+    /* Its state is looked for where the optimizer left it. */
+    if (oomkit_host_return(call, optimizer) < 0) {
+        return -1;
+    }
+    return oomkit_host_has_room(call) ? 3 : 2;
 }
 
 int

@@ -341,8 +341,9 @@ def test_lbfgs_that_fails_half_way_says_so() -> None:
     w.net.eval()
     step = _lbfgs(w)
     protected = oomkit.auto_batch(step)
-    protected(w.x, w.y)  # its first call could go back: the object has another optimizer, too
-    w.net.zero_grad()
+    for _ in range(8):  # these could go back: the object has another optimizer, too
+        protected(w.x, w.y)
+        w.net.zero_grad()
     with inject_oom(nth=2**60) as counted:
         protected(w.x, w.y)
     w.net.zero_grad()

@@ -191,3 +191,92 @@ def test_updates_one_behind_the_other_are_no_places() -> None:
     with pytest.raises(oomkit.PartialUpdate):
         with inject_oom(nth=counted.seen, phase="optimizer"):
             step(x[:4])
+
+
+class Own(torch.optim.Optimizer):
+    """Of nobody: what its update needs is not known, nor whether it can be cut."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["mean"].lerp_(p.grad, 0.1)
+                state["square"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                p.addcdiv_(state["mean"], state["square"].sqrt().add_(1e-8), value=-1e-3)
+
+
+class Subclass(torch.optim.AdamW):
+    pass
+
+
+class Tight:
+    def __init__(self, kind: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+        classes = {"own": Own, "subclass": Subclass}
+        self.optimizer = classes.get(kind, torch.optim.AdamW)(self.model.parameters())
+        model, optimizer = self.model, self.optimizer
+
+        def step(x: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            if kind == "closure":
+                optimizer.step(lambda: loss)
+            else:
+                optimizer.step()
+            return loss.item()
+
+        def computes(x: torch.Tensor) -> float:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure).item()
+
+        self.plain = computes if kind == "computes" else step
+        self.step = oomkit.auto_batch(self.plain, **options)
+
+    def state(self) -> list[Any]:
+        """By numpy, whose memory is in no budget."""
+        states = [self.optimizer.state.get(p, {}) for p in self.model.parameters()]
+        found = [value for state in states for value in state.values()]
+        return [each.detach().numpy().copy() for each in (*self.model.parameters(), *found)]
+
+
+def _equal(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all((x == y).all() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("share", [3.8, 4.2, 4.6, 5.0, 5.6])
+@pytest.mark.parametrize("kind", ["own", "subclass", "closure", "computes", "ladder=()"])
+def test_an_update_that_cannot_be_cut_and_does_not_fit_goes_back(kind: str, share: float) -> None:
+    """In sizes of the parameters: they, gradients and state are four."""
+    options: dict[str, Any] = {"ladder": ()} if kind == "ladder=()" else {}
+    batches = [torch.randn(32, 256, generator=DRAWN) for _ in range(3)]
+    plain = Tight(kind)
+    results = [plain.plain(x) for x in batches]
+    trained = plain.state()
+    del plain
+    base = _alive()
+    tight = Tight(kind, **options)
+    size = sum(p.numel() * p.element_size() for p in tight.model.parameters())
+    before, found = [], []
+    with oomkit.limit_memory(base + int(share * size), device="cpu"):
+        try:
+            for x in batches:
+                before = tight.state()
+                found.append(tight.step(x))
+        except (oomkit.OutOfMemory, oomkit.SplitError):  # but no PartialUpdate
+            assert _equal(tight.state(), before)
+            return
+    assert found == results
+    assert _equal(tight.state(), trained)

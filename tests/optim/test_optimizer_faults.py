@@ -205,18 +205,51 @@ def test_the_first_step_that_cannot_fit_is_refused_before_anything_moves() -> No
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_fused_update_under_a_scaler_goes_in_parts() -> None:
+    """It divides the gradients where they lie: a part that fails is not repeated by itself."""
+    drawn = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4, 256, generator=drawn) for _ in range(3)]
+
+    def run(budget: int | None) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        with contextlib.ExitStack() as stack:
+            if budget is not None:
+                base = oomkit.memory("cpu").allocated or 0
+                stack.enter_context(oomkit.limit_memory(base + budget, device="cpu"))
+            for x in batches:
+                step(x)
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [*model.parameters(), *states], step
+
+    plain, _ = run(None)
+    values, step = run(1_700_000)  # gradients and state are 2.3 MB
+    assert step.records[-1].rung == 2
+    for a, b in zip(plain, values, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @pytest.mark.parametrize("ladder", ["auto", ()], ids=str)
 def test_a_ladder_that_cannot_help_is_not_advised(ladder: Any) -> None:
-    """A fused update under a GradScaler writes to gradients: it is not made in parts."""
+    """A parameter that is in a group twice has two updates: they are not made in parts."""
     model = torch.nn.Linear(256, 256)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.AdamW([*model.parameters(), model.weight])
 
     @oomkit.auto_batch(ladder=ladder)
     def step(x: torch.Tensor) -> None:
-        scaler.scale(model(x).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        model(x).sum().backward()
+        optimizer.step()
 
     base = oomkit.memory("cpu").allocated or 0
     with oomkit.limit_memory(base + 600_000, device="cpu"):
