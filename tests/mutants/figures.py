@@ -98,10 +98,37 @@ MUTANTS = [
         "state-not-predicted",
         "an optimizer's first step() that cannot fit is refused before anything has moved",
         "csrc/ladder/update_room.c",
-        "    return f.state > f.left ? refuse_state(",
-        "    return 0 ? refuse_state(",
+        "    if (f.state > f.left) {",
+        "    if (0) {",
         ("optim/test_optimizer_faults.py::"
          "test_the_first_step_that_cannot_fit_is_refused_before_anything_moves",),
+    ),
+    Mutant(
+        "whole-updates-without-copies",
+        "an update that cannot go in parts and may not fit has copies to go back to",
+        "csrc/ladder/update_room.c",
+        "!oomkit_host_has_room(call) ? 2 : 3;\n}\n\nint\noomkit_update_fits(",
+        "!oomkit_host_has_room(call) ? 2 : 2;\n}\n\nint\noomkit_update_fits(",
+        ("engine/test_careful.py::"
+         "test_an_update_that_cannot_be_cut_and_does_not_fit_goes_back[subclass-4.2]",),
+    ),
+    Mutant(
+        "closures-without-copies",
+        "an update with a closure is compared with what is left, too",
+        "csrc/ladder/update_room.c",
+        "    if (fits < 0 || fits == 1 || (fits == 2 && !computes)) {",
+        "    if (1) {",
+        ("engine/test_careful.py::"
+         "test_an_update_that_cannot_be_cut_and_does_not_fit_goes_back[computes-4.2]",),
+    ),
+    Mutant(
+        "scaled-parts-repeated",
+        "a part of a fused update under a GradScaler is not repeated by itself",
+        "oomkit/optim.py",
+        "bool(parts and not scaled and",
+        "bool(parts and",
+        ("ladder/test_update_parts.py::"
+         "test_a_part_of_a_fused_update_that_unscales_gradients_is_not_repeated",),
     ),
     Mutant(
         "state-of-all-parameters",
