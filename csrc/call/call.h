@@ -132,6 +132,9 @@ oomkit_refuse_step(oomkit_call *call, const char *format, ...);
 /* The same with the whole text. */
 int
 oomkit_refuse(oomkit_call *call, const char *format, ...);
+/* The same with PartialUpdate. NULL always. */
+PyObject *
+oomkit_half_updated(oomkit_call *call, const char *format, ...);
 /* The SplitError in flight is one of the split alone after all. */
 int
 oomkit_split_alone(oomkit_call *call);

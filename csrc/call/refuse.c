@@ -41,6 +41,18 @@ oomkit_refuse(oomkit_call *call, const char *format, ...)
     return -1;
 }
 
+PyObject *
+oomkit_half_updated(oomkit_call *call, const char *format, ...)
+{
+    va_list values;
+
+    va_start(values, format);
+    PyErr_FormatV(call->st->PartialUpdate, format, values);
+    va_end(values);
+    call->refused.raised = 1;
+    return NULL;
+}
+
 int
 oomkit_split_alone(oomkit_call *call)
 {

@@ -31,9 +31,8 @@ attempt_of_whole(oomkit_call *call, PyObject *result)
     if (place == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
+    oomkit_refuse(
+        call,
         "auto_batch cannot join the results of %lld micro-batches: %U has %lld rows "
         "for a micro-batch of %lld; if it is the next batch, fetched inside the step, "
         "fetch it outside; else return it in another way or give join=..." SEE(

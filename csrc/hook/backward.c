@@ -2,9 +2,9 @@
  *
  * Tensor.backward, torch.autograd.backward (however it was imported),
  * torch.autograd.grad and checkpoint all end there. Outside a protected call, and for
- * nested backwards, it passes through. Inside one, the first outermost backward of an
- * attempt takes the marks of the gradients; while the call is split it also applies the
- * weight of the micro-batch and parks the gradients afterwards. */
+ * nested backwards, it passes through. Inside one, the rules are told before each
+ * outermost backward and after it (module/wiring.c): they mark gradients, apply the
+ * weight of the micro-batch and park what it has made. */
 #include "hook.h"
 #include "../py/tensor.h"
 #include "../result/result.h"

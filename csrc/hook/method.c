@@ -150,9 +150,8 @@ interceptor_after_oom(interceptor_object *self, int index, int may_retry)
     oomkit_exception_drop(st, exception, handled);
     Py_XDECREF(handled);
     if (moved == 1) {
-        call->refused.raised = 1;
-        return oomkit_raise(
-            st->PartialUpdate,
+        return oomkit_half_updated(
+            call,
             "%s.step() ran out of memory after it had changed a parameter or its "
             "state: the update is half done and cannot be undone; restore a "
             "checkpoint, or pass optimizer_safety=\"parts\" or \"copy\" to "

@@ -675,9 +675,8 @@ parts_other(parts_run *run)
     if (result == NULL && oomkit_exception_is_oom(call->st)) {
         OWNED PyObject *exception = oomkit_exception_take();
         oomkit_exception_clear_frames(call->st, exception, NULL);
-        call->refused.raised = 1;
-        oomkit_raise(
-            call->st->PartialUpdate,
+        oomkit_half_updated(
+            call,
             "%s.step() ran out of memory after a hook had changed its parameters, so "
             "the update cannot be undone; restore a checkpoint, or change param_groups "
             "before the step" SEE("partial-update"),

@@ -5,6 +5,7 @@
  */
 #include "optim.h"
 #include "step_attributes.h"
+#include "../call/call.h"
 #include "../call/step.h"
 #include "../py/errors.h"
 #include "../py/tensor.h"
@@ -186,9 +187,8 @@ oomkit_update_failed_shared(oomkit_call *call, PyObject *optimizer)
     }
     oomkit_update_broke_off(call, optimizer);
     oomkit_exception_discard(call->st, oomkit_exception_take());
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->PartialUpdate,
+    oomkit_half_updated(
+        call,
         "%s.step() ran out of memory after it had begun a collective of all "
         "ranks, so that the update is half done and cannot be undone: restore a "
         "checkpoint on all ranks" SEE("partial-update"),

@@ -99,16 +99,14 @@ oomkit_hyperparams_changed(oomkit_call *call, PyObject *optimizer, PyObject **na
 static int
 refuse_moved(oomkit_call *call, PyObject *optimizer, PyObject *name)
 {
-    call->refused.raised = 1;
-    oomkit_raise(
-        call->st->SplitError,
-        "auto_batch cannot split this step: %R in the param_groups of %s was changed "
-        "in micro-batch %lld of %lld; set it outside the step, or behind the update "
+    return oomkit_refuse_split(
+        call,
+        "%R in the param_groups of %s was changed in micro-batch %lld of %lld; set it "
+        "outside the step, or behind the update "
         "under "
         "`if oomkit.current().is_last:`" SEE("step-arguments"),
         name, Py_TYPE(optimizer)->tp_name, (long long)(call->cut->at + 1),
         (long long)call->cut->count);
-    return oomkit_split_alone(call);
 }
 
 /* At the end of a micro-batch: an optimizer that it did not step (the caller does) has

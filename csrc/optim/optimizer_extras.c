@@ -108,9 +108,8 @@ PyObject *
 oomkit_extras_raise(oomkit_call *call, int index, PyObject *exception)
 {
     oomkit_exception_discard(call->st, exception);
-    call->refused.raised = 1;
-    return oomkit_raise(
-        call->st->PartialUpdate,
+    return oomkit_half_updated(
+        call,
         "%s.step() ran out of memory, and optimizer_safety=\"copy\" cannot copy its "
         "%U, which may have changed: the update is not repeated, and everything else "
         "is as before the step; keep it in a tensor, list or dict, or restore a "

@@ -332,15 +332,13 @@ switches_ask(oomkit_call *call)
     if (switches_lack(call, &s->computed, 0, &which) <= 0) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    oomkit_raise(
-        call->st->SplitError,
+    return oomkit_refuse(
+        call,
         "auto_batch cannot split %U: its first micro-batch has switched %U, and "
         "micro-batch %lld has not, because the step does so once and each "
         "micro-batch begins as the call began; do it before the call" SEE(
             "micro-batches-differ"),
         call->options->label, which, (long long)(call->cut->at + 1));
-    call->refused.raised = 1;
-    return -1;
 }
 
 static void

@@ -306,9 +306,8 @@ oomkit_hooks_compare(oomkit_call *call)
         while (PyDict_Next(PyTuple_GET_ITEM(note, UNDONE), &next, &line, &unused)) {
             const int again = line_again(note, line);
             if (again == 0) {
-                call->refused.raised = 1;
-                oomkit_raise(
-                    call->st->SplitError,
+                return oomkit_refuse(
+                    call,
                     "%U cannot be repeated: the hook that %U registered in the attempt "
                     "that ran out of memory was undone with it, and the retry has not "
                     "registered it again. The step notes that it has where oomkit "
@@ -317,7 +316,7 @@ oomkit_hooks_compare(oomkit_call *call)
                     "step" SEE("undone-hooks"),
                     call->options->label, line);
             }
-            if (again <= 0) {
+            if (again < 0) {
                 return -1;
             }
         }

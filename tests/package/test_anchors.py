@@ -47,7 +47,7 @@ WITHOUT = {
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _SET = re.compile(
     r"\b(?:PyErr_SetString|PyErr_Format|PyErr_WarnEx|PyErr_WarnFormat|oomkit_raise|oomkit_warn"
-    r"|oomkit_refuse|oomkit_refuse_split)\("
+    r"|oomkit_refuse|oomkit_refuse_split|oomkit_half_updated)\("
 )
 _NOTE = re.compile(rf'(?="oomkit: )(?:{_STRING}\s*|SEE\(\s*"[\w-]+"\s*\)\s*|[A-Z_]{{3,}}\s*)+')
 _EXCEPTION = re.compile(r"^[A-Z]\w*(Error|Exception|OutOfMemory|PartialUpdate|NotOurs)$")
