@@ -86,7 +86,8 @@ _READS = frozenset(
     "difference issubset issuperset isdisjoint most_common elements".split()
 )
 _FILLS = frozenset(
-    "shuffle heappush heappop heapify heapreplace insort insort_left insort_right copyto".split()
+    "shuffle heappush heappop heapify heapreplace insort insort_left insort_right copyto put "
+    "putmask place fill_diagonal put_along_axis setitem delitem iadd iconcat".split()
 )
 _ARRAY_FILLS = frozenset("sort fill put partition resize itemset byteswap".split())
 # Functions that let others run in another thread, or later.
@@ -98,6 +99,7 @@ _ELSEWHERE = frozenset(
 _SETS = vars(object)["__setattr__"]
 _CALLBACKS = (types.FunctionType, types.MethodType, partial)
 _HOOK = Use(CALL, None)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Methods of modules by which others come into them or go.
 _LAYERS_CHANGE = frozenset(
     "__delitem__ __setitem__ add_module append clear extend insert pop popitem register_module "
@@ -184,6 +186,22 @@ class Places:
         for inner in wrapped(function):
             for given in self.bound(frame, inner, use, first):
                 self.visit(inner, given, caller=caller, library=frame.library)
+
+    def enter_held(
+        self,
+        frame: Frame,
+        function: types.FunctionType,
+        use: Use,
+        first: list[Spot],
+        named: dict[str, Any],
+    ) -> None:
+        """The same of a partial, which has some of the arguments already."""
+        for inner in wrapped(function):
+            names = inner.__code__.co_varnames
+            held = dict(zip(names, first, strict=False))
+            held |= {name: whole(value) for name, value in named.items() if name in names}
+            for given in self.bound(frame, inner, use, None, len(first)):
+                self.visit(inner, {**held, **given}, library=frame.library)
 
     def run(self) -> None:
         while self.queue or self.layers:  # of a large model the layers must not crowd out
@@ -314,6 +332,8 @@ class Places:
         elif steps[0] == SUPER:
             self.call_super(frame, steps, use)
         elif len(steps) > 1 and steps[-1][0] == ".":
+            if steps[-1][1] == "__setattr__" and len(use.arguments) > 2:
+                self.builtin(frame, "setattr", use)  # object.__setattr__(self, "n", 1)
             for owner in frame.resolve(steps[:-1]):
                 self.method(frame, owner, steps[-1][1], use)
         else:
@@ -365,11 +385,18 @@ class Places:
                 self.store_attribute(owner, key)
 
     def bound(
-        self, frame: Frame, function: types.FunctionType, use: Use, first: Spot | None
+        self,
+        frame: Frame,
+        function: types.FunctionType,
+        use: Use,
+        first: Spot | None,
+        held: int = 0,
     ) -> list[dict[str, Spot]]:
-        """What the arguments of a call are called in the function; in a loop, for each item."""
+        """What the arguments of a call, behind so many that the function has already, are
+        called in it; in a loop, for each item.
+        """
         code = function.__code__
-        names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+        names = list(code.co_varnames[held : code.co_argcount + code.co_kwonlyargcount])
         given: dict[str, list[Spot]] = {}
         if first is not None and names:
             given[names.pop(0)] = [first]
@@ -398,6 +425,7 @@ class Places:
         value = owner.value
         if is_stream(value):
             self.streams[id(value)] = value
+            self.escape(frame, use.arguments[: name in _FILLS])  # rng.shuffle(x)
         elif isinstance(value, torch.Tensor):
             if writes(name):
                 self.fill(owner)
@@ -424,6 +452,8 @@ class Places:
             if found is not None:
                 self.called(frame, found, use, None)
         elif isinstance(value, type):
+            if name == "apply" and issubclass(value, torch.autograd.Function):
+                self.autograd_function(frame, value)
             raw = in_class(value, name)
             inner = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
             if isinstance(inner, types.FunctionType):
@@ -436,6 +466,25 @@ class Places:
                 self.enter(frame, function, use, owner, frame)
             else:
                 self.object_method(frame, whole(type(value)), name, use)
+                self.delegated(frame, owner, own, name, use)
+
+    def delegated(
+        self, frame: Frame, owner: Spot, own: dict[str, Any], name: str, use: Use
+    ) -> None:
+        """A wrapper's `__getattr__` looks for what it has not in an object that it keeps."""
+        if in_class(type(owner.value), "__getattr__") is None:
+            return
+        for key, inner in islice(own.items(), ITEMS):
+            if _has_method(inner, name):
+                self.method(frame, Spot(owner, ATTRIBUTE, key, inner), name, use)
+
+    def autograd_function(self, frame: Frame, kind: type) -> None:
+        """`apply()`, and what the backward calls."""
+        for name in ("forward", "setup_context", "backward", "vjp", "jvp"):
+            raw = in_class(kind, name)
+            inner = raw.__func__ if isinstance(raw, staticmethod) else None
+            for function in wrapped(inner):
+                self.visit(function, {}, caller=frame, library=frame.library)
 
     def called(self, frame: Frame, value: Any, use: Use, spot: Spot | None) -> None:
         value = undecorated(value)
@@ -457,11 +506,12 @@ class Places:
         elif isinstance(value, torch.nn.Module):
             self.module(frame, spot or whole(value), "forward", use)
         elif not isinstance(value, type):
-            function, args, _ = unwrap(value, (), {})
+            function, args, named = unwrap(value, (), {})
             if isinstance(function, types.FunctionType):
-                first = whole(args[0]) if args else None
-                first = spot if args and args[0] is value and spot is not None else first
-                self.enter(frame, function, use, first)
+                first = [spot if a is value and spot is not None else whole(a) for a in args]
+                self.enter_held(frame, function, use, first, named)
+            elif type(value).__module__.startswith("numpy"):
+                self.foreign(frame, value.__name__, use)  # one that dispatches
 
     def foreign(self, frame: Frame, name: str, use: Use) -> None:
         """torch.nn.init.zeros_(x), torch._foreach_mul_(list, 2), random.shuffle(list)"""
@@ -494,9 +544,11 @@ class Places:
             return
         for part in parts:
             own = own_of(part.value)
-            for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            for kind in _HOOKS:
                 for hook in [*own.get(kind, {}).values()]:
                     self.called(frame, hook, _HOOK, None)
+            for parameter in [*own.get("_parameters", {}).values()]:
+                self.parameter_hooks(frame, parameter)
             forward = method_of(part.value, "forward")
             if forward is not None and not isinstance(own.get("_defaults"), dict):
                 library = _top(forward) if own.get("_buffers") else ""
@@ -507,6 +559,12 @@ class Places:
                             zip(inner.__code__.co_varnames[:1], [part], strict=False)
                         )
                         self.visit(inner, given, True, library=library)
+
+    def parameter_hooks(self, frame: Frame, parameter: Any) -> None:
+        if type(parameter) is torch.nn.Parameter:  # another class may answer by code of its own
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                for hook in [*(getattr(parameter, kind, None) or {}).values()]:
+                    self.called(frame, hook, _HOOK, None)
 
     def metrics(self, spot: Spot) -> list[Spot]:
         """The parts of a module; the metrics among them may change."""

@@ -308,6 +308,9 @@ def _attribute(spot: Spot, name: str) -> list[Spot]:
     found = _attribute(whole(type(value)), name)
     if found and isinstance(found[0].value, (*CONTAINERS, torch.Tensor)):
         return found
+    if found and type(found[0].value).__name__ == "_tuplegetter" and isinstance(value, tuple):
+        index = found[0].value.__reduce__()[1][0]  # a field of a namedtuple
+        return [Spot(spot, ITEM, index, tuple.__getitem__(value, index))]
     return []
 
 

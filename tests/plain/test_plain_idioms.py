@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -506,6 +508,109 @@ def another_in_a_loop(o: Any) -> None:
         o = Meter() if o.n > 100 else o
 
 
+# --- what others change for the step ---
+
+
+class Losses(NamedTuple):
+    seen: list[int]
+    counts: dict[str, int]
+
+
+@idiom(lambda: Losses([], {"n": 0}), lambda o: (list(o.seen), dict(o.counts)))
+def fields_of_a_named_tuple(o: Any) -> None:
+    o.seen.append(1)
+    o.counts["n"] += 1
+
+
+class Doubling(torch.autograd.Function):
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Doubling.runs += 1
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+def _from_none() -> Box:
+    Doubling.runs = 0
+    return Box(x=torch.ones(2))
+
+
+@idiom(_from_none, lambda o: Doubling.runs)
+def a_class_whose_apply_counts(o: Any) -> None:
+    Doubling.apply(o.x)
+
+
+def _shuffling() -> Box:
+    return Box(x=np.arange(8), rng=np.random.default_rng(0))
+
+
+@idiom(_shuffling, lambda o: o.x.tolist())
+def shuffled_by_a_generator(o: Any) -> None:
+    o.rng.shuffle(o.x)
+
+
+@idiom(_shuffling, lambda o: o.x.tolist())
+def copied_to(o: Any) -> None:
+    np.copyto(o.x, o.x + 1)
+
+
+@idiom(_shuffling, lambda o: o.x.tolist())
+def put_at(o: Any) -> None:
+    np.put(o.x, [0], o.x[0] + 1)
+
+
+@idiom(lambda: Box(n=0, counts={"n": 0}), lambda o: o.counts["n"])
+def set_by_an_operator(o: Any) -> None:
+    operator.setitem(o.counts, "n", o.counts["n"] + 1)
+
+
+@idiom(Meter, Meter.state)
+def set_by_the_class_of_all(o: Any) -> None:
+    object.__setattr__(o, "n", o.n + 1)
+
+
+def _count_in(amount: int, into: Any, times: int = 1) -> None:
+    into.n += amount * times
+
+
+def _partial() -> Box:
+    meter = Meter()
+    return Box(meter=meter, add=functools.partial(_count_in, into=meter))
+
+
+@idiom(_partial, lambda o: o.meter.state())
+def a_partial_with_a_keyword(o: Any) -> None:
+    o.add(2)
+
+
+def _partial_of_two() -> Box:
+    meter = Meter()
+    return Box(meter=meter, add=functools.partial(_count_in, 2, meter))
+
+
+@idiom(_partial_of_two, lambda o: o.meter.state())
+def a_partial_with_two_arguments(o: Any) -> None:
+    o.add(times=3)
+
+
+class Wrapper:
+    def __init__(self) -> None:
+        self.inner = Meter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@idiom(Wrapper, lambda o: o.inner.state())
+def through_what_answers_for_it(o: Any) -> None:
+    o.add(1)
+
+
 # --- running them ---
 
 
@@ -562,6 +667,49 @@ def test_a_failed_attempt_leaves_nothing(name: str, phase: str, call: int) -> No
     _run(oomkit.auto_batch(ours.step), call, phase)
     assert IDIOMS[name].state(ours.thing) == expected
     _compare(ours.model, model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "nth"),
+    [
+        ("parameter", "forward", 4),
+        ("parameter", "backward", 6),
+        ("accumulated", "forward", 4),  # behind its backward an error says that it has run
+        ("module", "forward", 4),
+        ("module", "backward", 6),
+    ],
+)
+def test_hooks_of_a_backward_count_nothing_in_a_failed_attempt(
+    kind: str, phase: Any, nth: int
+) -> None:
+    def run(decorate: Callable[[Any], Any], fails: bool) -> Any:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        meter = Meter()
+        if kind == "parameter":
+            model[2].weight.register_hook(lambda grad: meter.add(None))
+        elif kind == "accumulated":
+            model[2].weight.register_post_accumulate_grad_hook(lambda p: meter.add(None))
+        else:
+            model[2].register_full_backward_hook(lambda *given: meter.add(None))
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        protected = decorate(step)
+        for index, x in enumerate(_batches()):
+            if index == 1 and fails:
+                with inject_oom(nth=nth, phase=phase) as armed:
+                    protected(x[:1])  # one row: the whole batch runs again
+                assert armed.fired == 1
+            else:
+                protected(x[:1])
+        return meter.state()
+
+    assert run(oomkit.auto_batch, True) == run(lambda step: step, False)
 
 
 def test_what_is_only_read_has_no_place() -> None:
