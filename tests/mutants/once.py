@@ -661,7 +661,7 @@ MUTANTS = [
         "oomkit/_code/plain_state.py",
         "if type(parameter) is torch.nn.Parameter:",
         "if type(parameter) is type(None):",
-        ("plain/test_plain_idioms.py::test_hooks_of_a_backward_count_nothing_in_a_failed_attempt[parameter-forward-4]",),
+        ("plain/test_plain_idioms.py::test_hooks_of_a_backward_count_nothing_in_a_failed_attempt[parameter-backward-13]",),
     ),
     Mutant(
         "careful-no-more",

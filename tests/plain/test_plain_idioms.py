@@ -673,10 +673,10 @@ def test_a_failed_attempt_leaves_nothing(name: str, phase: str, call: int) -> No
     ("kind", "phase", "nth"),
     [
         ("parameter", "forward", 4),
-        ("parameter", "backward", 6),
+        ("parameter", "backward", 13),
         ("accumulated", "forward", 4),  # behind its backward an error says that it has run
         ("module", "forward", 4),
-        ("module", "backward", 6),
+        ("module", "backward", 13),
     ],
 )
 def test_hooks_of_a_backward_count_nothing_in_a_failed_attempt(
