@@ -266,6 +266,16 @@ oomkit_rung_is_roomy(const oomkit_knowledge *known, uint64_t room)
            room > then && room - then > then / ROOMIER;
 }
 
+int
+oomkit_update_known_holds(const oomkit_knowledge *known, uint64_t budget_bytes)
+{
+    const uint64_t then = known->update.budget_bytes;
+
+    return known->recalled && known->update.rung > 0 &&
+           budget_bytes != OOMKIT_UNKNOWN &&
+           (budget_bytes <= then || budget_bytes - then <= then / ROOMIER);
+}
+
 void
 oomkit_know_neighbour(oomkit_knowledge *known, const oomkit_knowledge *neighbour,
                       double ratio)
@@ -357,6 +367,7 @@ oomkit_know_worked(oomkit_knowledge *known, const oomkit_measured *measured)
         known->failures = 1; /* the batch was split for a reason: peaks decide */
     }
     known->recalled = 0;
+    known->update = measured->update;
     known->margin *= MARGIN_FADES;
     for (role = OOMKIT_ROLES - 1; role >= 0; role--) {
         oomkit_know_measured(known, (oomkit_role)role, measured->rows[role],
@@ -397,8 +408,10 @@ oomkit_know_failed(oomkit_knowledge *known, oomkit_role role, int64_t rows,
     /* In less room than it had it says nothing against what was measured. */
     int worked = bound->largest_ok >= rows && oomkit_room_enough(room, bound->ok_room);
 
-    if (known->recalled && worked) { /* it holds no longer: none of it */
+    if (known->recalled && worked) { /* it holds no longer: no size of it */
+        const oomkit_update_known update = known->update;
         oomkit_know_rung(known, known->rung, known->climb_room);
+        known->update = update;
         worked = 0;
     }
     if (known->successes == 0) {

@@ -36,6 +36,17 @@ typedef struct oomkit_sizes {
 /* The highest rung of the ladder: what accumulates takes no room of a micro-batch's. */
 #define OOMKIT_RUNG_NONE_BESIDE 5
 
+/* What the updates of a call have come to, so that another run begins there. All zeros:
+ * they were plain, or it is not known. */
+typedef struct oomkit_update_known {
+    uint32_t rung;   /* OOMKIT_RUNG_UPDATE, or that of state on the host */
+    uint32_t failed; /* one ran out of memory where it was to fit: so many in parts */
+    uint32_t grads;  /* gradients go to the host as well */
+    int64_t most;    /* parameters of a part; 0: any */
+    uint64_t slice_bytes;  /* what is larger goes by rows, so many bytes; 0: nothing */
+    uint64_t budget_bytes; /* in which all this was so; OOMKIT_UNKNOWN */
+} oomkit_update_known;
+
 /* Per shape of batch. All zeros is a valid beginning; may be written to a file. */
 typedef struct oomkit_knowledge {
     oomkit_sizes roles[OOMKIT_ROLES];
@@ -52,7 +63,8 @@ typedef struct oomkit_knowledge {
     int32_t recalled; /* of an earlier run: nothing of this one has borne it out yet */
     double margin;    /* share of a peak by which predictions were too low; fades */
     uint32_t rung;    /* of the ladder, that all of this is of; 0 = split alone */
-    uint64_t climb_room; /* between baseline and budget when it was climbed to */
+    uint64_t climb_room;        /* between baseline and budget when it was climbed to */
+    oomkit_update_known update; /* of the last call that worked */
 } oomkit_knowledge;
 
 /* What one finished call has shown. Rows 0 = no such micro-batch; bytes above the
@@ -65,6 +77,7 @@ typedef struct oomkit_measured {
     uint64_t baseline_bytes, budget_bytes; /* OOMKIT_UNKNOWN where they are */
     uint64_t gradient_bytes;               /* of all parameters; 0 = not known */
     uint32_t alloc_retries;                /* of the allocator during the call */
+    oomkit_update_known update;
 } oomkit_measured;
 
 /* Are the numbers in range? What comes out of a file may be anything. */
@@ -108,6 +121,11 @@ oomkit_know_rung(oomkit_knowledge *known, uint32_t rung, uint64_t room);
  * without? */
 int
 oomkit_rung_is_roomy(const oomkit_knowledge *known, uint64_t room);
+
+/* Does what an earlier run has found of updates hold in this budget? With so much more
+ * that it is worth trying without it does not. */
+int
+oomkit_update_known_holds(const oomkit_knowledge *known, uint64_t budget_bytes);
 
 /* A call has finished. */
 void

@@ -6,6 +6,8 @@
 #define ROWS_MOST (UINT64_C(1) << 48)
 #define BYTES_MOST (UINT64_C(1) << 60)
 #define SHARE_MOST 0.25
+#define UPDATE_RUNG_MOST 2 /* no higher one is an update's */
+#define FAILED_MOST 1024
 
 typedef enum field_type {
     FIELD_U32,
@@ -52,6 +54,12 @@ static const field fields[] = {
     {"margin", AT(margin), FIELD_DOUBLE, 0},
     {"rung", AT(rung), FIELD_U32, OOMKIT_RUNG_NONE_BESIDE},
     {"climb_room", AT(climb_room), FIELD_ROOM, BYTES_MOST},
+    {"update_rung", AT(update.rung), FIELD_U32, UPDATE_RUNG_MOST},
+    {"update_failed", AT(update.failed), FIELD_U32, FAILED_MOST},
+    {"update_grads", AT(update.grads), FIELD_U32, 1},
+    {"update_most", AT(update.most), FIELD_I64, ROWS_MOST},
+    {"update_slice_bytes", AT(update.slice_bytes), FIELD_U64, BYTES_MOST},
+    {"update_budget", AT(update.budget_bytes), FIELD_ROOM, BYTES_MOST},
     ROLE(OOMKIT_FIRST, "first"),
     ROLE(OOMKIT_LATER, "later"),
 };

@@ -134,9 +134,14 @@ int
 oomkit_cut_choose(oomkit_call *call, const oomkit_knowledge **known)
 {
     oomkit_plan_request request;
+    int anew;
 
     oomkit_signature_request(call, &request, known);
-    if (oomkit_ladder_begins(call, &request)) {
+    anew = oomkit_ladder_begins(call, &request);
+    if (anew < 0) {
+        return -1;
+    }
+    if (anew > 0) {
         oomkit_signature_request(call, &request, known);
     }
     if (oomkit_plan_choose(*known, &request, &call->cut->plan, &call->cut->reason) !=

@@ -374,6 +374,9 @@ engine_learn(oomkit_call *call, PyObject *result, int needs_backward)
         }
         oomkit_signature_forward_only(call, !call->training &&
                                                 !oomkit_loss_is_returned(call));
+        if (call->log.rung > 0 || call->st->hosted_any) {
+            oomkit_updates_known(call, &call->cut->measured.update);
+        }
         oomkit_signature_succeeded(call, largest, oomkit_window_peak(call));
     }
     if (step->updates_apart == OOMKIT_APART_UNKNOWN ||

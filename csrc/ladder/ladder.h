@@ -54,7 +54,8 @@ oomkit_ladder_climb(oomkit_call *call, int highest);
 int
 oomkit_ladder_has_worked(oomkit_call *call);
 /* A call is about to be planned: 1 where there is so much more room than when its rung
- * was climbed to that it is tried without; 0. */
+ * was climbed to that it is tried without, or where state has gone to the host as in an
+ * earlier run; 0 or -1. */
 int
 oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request);
 
@@ -93,6 +94,9 @@ oomkit_update_failed(oomkit_call *call, PyObject *optimizer);
 /* It went well, in parts. */
 void
 oomkit_update_went(oomkit_call *call, PyObject *optimizer);
+/* Of all updates of a call that has worked, for later runs. */
+void
+oomkit_updates_known(oomkit_call *call, oomkit_update_known *update);
 /* What it needed, of a window around it. */
 void
 oomkit_update_measured(oomkit_call *call, PyObject *optimizer, uint64_t bytes);

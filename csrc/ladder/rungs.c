@@ -192,13 +192,39 @@ oomkit_ladder_climb(oomkit_call *call, int highest)
                : rung;
 }
 
+/* State of optimizers that was on the host in an earlier run, and has come to the
+ * device out of a checkpoint: what is known of sizes is of calls without it. 1 where it
+ * has moved, 0 or -1. */
+static int
+state_resumes(oomkit_call *call, const oomkit_knowledge *known,
+              const oomkit_plan_request *request)
+{
+    uint64_t bytes = 0;
+
+    if (known->update.rung < OOMKIT_RUNG_STATE ||
+        !oomkit_rung_allowed(call, OOMKIT_RUNG_STATE) ||
+        !oomkit_update_known_holds(known, request->budget_bytes)) {
+        return 0;
+    }
+    if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
+        if (!oomkit_exception_is_oom(call->st)) {
+            return -1;
+        }
+        /* It is not needed before something fails. */
+        oomkit_exception_discard(call->st, oomkit_exception_take());
+    }
+    return bytes > 0 && oomkit_rung_used(call, OOMKIT_RUNG_STATE, NULL) < 0 ? -1
+                                                                            : bytes > 0;
+}
+
 int
 oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request)
 {
     oomkit_signature *entry = oomkit_signature_get(call, 0); /* borrowed */
+    const int resumes = entry == NULL ? 0 : state_resumes(call, &entry->known, request);
 
-    if (entry == NULL || entry->known.rung == 0) {
-        return 0;
+    if (resumes < 0 || entry == NULL || entry->known.rung == 0) {
+        return resumes;
     }
     if (!oomkit_rung_allowed(call, (oomkit_rung)entry->known.rung) ||
         oomkit_rung_is_roomy(&entry->known, room_without(call, request))) {
@@ -209,7 +235,7 @@ oomkit_ladder_begins(oomkit_call *call, const oomkit_plan_request *request)
     if (call->log.rung < entry->known.rung) {
         call->log.rung = entry->known.rung;
     }
-    return 0;
+    return resumes;
 }
 
 int

@@ -448,6 +448,9 @@ part_becomes(parts_run *run, Py_ssize_t at, Py_ssize_t count, int *again)
         return more;
     }
     helps = parts_to_host(run);
+    if (helps > 0 && need != NULL && run->grads != NULL) {
+        need->grads_out = 1;
+    }
     return helps != 0 ? helps : rows_fewer(run, at, need);
 }
 
@@ -513,6 +516,19 @@ beside_state(const oomkit_update_figures *f, uint64_t part, uint64_t all)
     return f->fixed + (uint64_t)((double)f->together * share);
 }
 
+/* State that an earlier run had on the host is there before figures are looked at. 0 or
+ * -1. */
+static int
+parts_state_out(parts_run *run, oomkit_update_need *need)
+{
+    const int out = need != NULL && need->state_out && run->hosted == NULL;
+
+    if (need != NULL) {
+        need->state_out = 0;
+    }
+    return out && parts_to_host(run) < 0 ? -1 : 0;
+}
+
 /* What has been to the host in earlier updates is so from the beginning, while there is
  * no room for all (parameters and state of so many bytes). 0 or -1. */
 static int
@@ -524,6 +540,7 @@ parts_resume(parts_run *run, oomkit_update_need *need, const oomkit_update_figur
     }
     if (f->left != OOMKIT_UNKNOWN && f->left > f->fixed + f->state + bytes) {
         need->slice_bytes = 0; /* there is room again */
+        need->grads_out = 0;
     }
     if ((need->grads_out || need->slice_bytes > 0) && parts_to_host(run) < 0) {
         return -1;
@@ -541,7 +558,8 @@ parts_plan(parts_run *run)
     uint64_t bytes = 0, largest = 0, hosted = 0, left, grows;
     Py_ssize_t i;
 
-    if (oomkit_update_room(run->call, run->optimizer, &f) < 0) {
+    if (parts_state_out(run, need) < 0 ||
+        oomkit_update_room(run->call, run->optimizer, &f) < 0) {
         return -1;
     }
     for (i = 0; i < run->count; i++) {

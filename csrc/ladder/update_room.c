@@ -6,6 +6,7 @@
 #include "../device/device.h"
 #include "../optim/update_part.h"
 #include "../py/tensor.h"
+#include "../sizes/sizes.h"
 
 #define ROOMY 8    /* times the parameters: more than any known update allocates */
 #define WARY 8     /* updates in parts after one that failed where it was to fit */
@@ -172,6 +173,27 @@ fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
     return needed(&f, need) <= f.left || !oomkit_host_has_room(call) ? 2 : 3;
 }
 
+/* The first update that is looked at begins where an earlier run has ended. A call
+ * whose shape nobody has asked for was planned without anything recalled. */
+static void
+need_recalled(oomkit_call *call, oomkit_update_need *need)
+{
+    const oomkit_signature *entry = /* borrowed from the step */
+        call->shape.known ? oomkit_signature_get(call, 0) : NULL;
+    const oomkit_update_known *update;
+
+    if (entry == NULL ||
+        !oomkit_update_known_holds(&entry->known, oomkit_update_budget(call))) {
+        return;
+    }
+    update = &entry->known.update;
+    need->state_out = update->rung >= OOMKIT_RUNG_STATE;
+    need->failed = update->failed > WARY ? WARY : (int)update->failed;
+    need->grads_out = (int)update->grads;
+    need->most = (Py_ssize_t)update->most;
+    need->slice_bytes = update->slice_bytes;
+}
+
 int
 oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
 {
@@ -183,6 +205,9 @@ oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
         return 1;
     }
     if (need->items != oomkit_part_items(call, index)) {
+        if (need->items == 0) {
+            need_recalled(call, need);
+        }
         if (left == OOMKIT_UNKNOWN && call->device.type == OOMKIT_DEVICE_CPU &&
             call->st->hosted_any == 0 && !need->failed &&
             !call->options->optimizer_parts) {
@@ -226,6 +251,13 @@ oomkit_update_is_near(const oomkit_call *call, PyObject *optimizer, int fits)
 
 /* --- afterwards --- */
 
+/* The smaller one; 0 is no bound. */
+static int64_t
+least_of(int64_t a, int64_t b)
+{
+    return a == 0 || (b > 0 && b < a) ? b : a;
+}
+
 void
 oomkit_update_failed(oomkit_call *call, PyObject *optimizer)
 {
@@ -241,8 +273,35 @@ oomkit_update_went(oomkit_call *call, PyObject *optimizer)
 {
     oomkit_update_need *need = oomkit_update_need_of(call->parts, optimizer);
 
-    if (need != NULL && need->failed > 0) {
-        need->failed--;
+    if (need != NULL) {
+        need->failed -= need->failed > 0;
+        need->went = call->step->calls;
+    }
+}
+
+void
+oomkit_updates_known(oomkit_call *call, oomkit_update_known *update)
+{
+    memset(update, 0, sizeof(*update));
+    if (oomkit_host_bytes(call) > 0) {
+        update->rung = OOMKIT_RUNG_STATE;
+    }
+    EACH_OWNER (one, call->parts, OWNERS_OF(OOMKIT_OWNER_OPTIMIZER)) {
+        const oomkit_update_need *need = oomkit_update_need_of(call->parts, one.object);
+        if (need == NULL || need->went == 0 || need->went != call->step->calls) {
+            continue; /* it went as it is */
+        }
+        update->rung = update->rung > 0 ? update->rung : OOMKIT_RUNG_UPDATE;
+        update->failed = (uint32_t)need->failed > update->failed
+                             ? (uint32_t)need->failed
+                             : update->failed;
+        update->grads |= need->grads_out > 0;
+        update->most = least_of(update->most, need->most);
+        update->slice_bytes = (uint64_t)least_of((int64_t)update->slice_bytes,
+                                                 (int64_t)need->slice_bytes);
+    }
+    if (update->rung > 0) {
+        update->budget_bytes = oomkit_update_budget(call);
     }
 }
 

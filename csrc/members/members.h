@@ -37,6 +37,8 @@ typedef struct oomkit_update_need {
     int failed;       /* it ran out of memory where it was to fit: so many in parts */
     int near;         /* it was to fit, with less to spare than it needs */
     int grads_out;    /* gradients are on the host from the beginning */
+    int state_out;    /* state too, in the next one: an earlier run had it there */
+    uint64_t went;    /* number of the call that last made it in parts; 0: none */
     Py_ssize_t most;  /* parameters of a part, after one of more had failed; 0: any */
     uint64_t
         slice_bytes; /* what is larger is updated by rows, so many bytes; 0: none */

@@ -135,6 +135,7 @@ fingerprint(const oomkit_knowledge *known)
     int64_t i;
     int role;
 
+    hash = mix(hash, known->update.rung);
     hash = mix(hash, known->failures + ((uint64_t)known->missed << 32));
     hash = mix(hash, known->fooled + ((uint64_t)known->late << 32));
     for (role = 0; role < OOMKIT_ROLES; role++) {

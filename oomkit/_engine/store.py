@@ -277,7 +277,7 @@ def _same_plan(ours: Entry, theirs: Entry | None) -> bool:
     """Does a note say nothing that the file does not, and is the file's entry fresh?"""
     if theirs is None or ours["used"] - theirs["used"] > REFRESH:
         return False
-    names = {"batch", "accumulation_steps", "late"}
+    names = {"batch", "accumulation_steps", "late", "update_rung"}
     names |= {f"{role}_{name}" for role in ("first", "later") for name in _BOUNDS}
     return all(ours["sizes"].get(name) == theirs["sizes"].get(name) for name in names)
 

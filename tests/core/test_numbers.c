@@ -58,7 +58,7 @@ test_names_are_there_once(void)
 {
     int i, j;
 
-    CHECK(oomkit_number_count() == 12 + 2 * (4 + 2 * OOMKIT_POINTS));
+    CHECK(oomkit_number_count() == 18 + 2 * (4 + 2 * OOMKIT_POINTS));
     for (i = 0; i < oomkit_number_count(); i++) {
         for (j = 0; j < i; j++) {
             CHECK(strcmp(oomkit_number_name(i), oomkit_number_name(j)) != 0);

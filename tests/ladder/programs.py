@@ -58,6 +58,38 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
+class Table:
+    """The program of the issue's table: parameters, gradients and AdamW's state are 64 MiB."""
+
+    def __init__(self, optimizer: str, **options: Any) -> None:
+        seed_all(SEED)
+        self.model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            if optimizer == "AdamW"
+            else torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
+        )
+        self.generator = torch.Generator().manual_seed(SEED)
+        model, update = self.model, self.optimizer
+
+        @oomkit.auto_batch(label="table", **options)
+        def step(x: torch.Tensor) -> float:
+            update.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            update.step()
+            return loss.item()
+
+        self.step = step
+
+    def run(self, steps: int) -> list[float]:
+        return [self.step(torch.randn(256, 1024, generator=self.generator)) for _ in range(steps)]
+
+    def picture(self) -> list[Any]:
+        """In numpy's memory, which no budget counts."""
+        return [p.detach().numpy().copy() for p in self.model.parameters()]
+
+
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from helpers.sample import sampled
 from helpers.seeds import seed_all
 
 import oomkit
-from ladder.programs import allocated
+from ladder.programs import Table, allocated
 from oomkit._ladder import host
 from oomkit.testing import inject_oom
 
@@ -54,11 +56,13 @@ class Tower(torch.nn.Module):
 class Program:
     """A deep model, its plain SGD step, and batches that are made in each step."""
 
-    def __init__(self, rows: int = 1, lr: float = 0.1, **options: Any) -> None:
+    def __init__(
+        self, rows: int = 1, lr: float = 0.1, dtype: Any = torch.float32, **options: Any
+    ) -> None:
         seed_all(SEED)
-        self.model = Tower()
+        self.model = Tower().to(dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
-        self.rows = rows
+        self.rows, self.dtype = rows, dtype
         self.generator = torch.Generator().manual_seed(SEED)
         model, optimizer = self.model, self.optimizer
 
@@ -73,7 +77,7 @@ class Program:
         self.step = step
 
     def batch(self) -> torch.Tensor:
-        return torch.randn(self.rows, LENGTH, WIDTH, generator=self.generator)
+        return torch.randn(self.rows, LENGTH, WIDTH, generator=self.generator, dtype=self.dtype)
 
     def run(self, steps: int) -> list[float]:
         return [self.step(self.batch()) for _ in range(steps)]
@@ -208,6 +212,28 @@ def test_without_the_rung_it_is_out_of_memory(rooms: dict[str, int]) -> None:
         assert same(program.picture(), before)
 
 
+def test_slices_on_it_are_the_whole_batch_in_double_precision(rooms: dict[str, int]) -> None:
+    def program(**options: Any) -> Program:
+        made = Program(rows=4, dtype=torch.float64, **options)
+        for block in made.model.blocks:
+            block.dropout.p = 0.0  # type: ignore[union-attr, assignment]
+        return made
+
+    whole = program(ladder=())
+    losses = whole.run(3)
+    expected = whole.picture()
+    assert whole.step.records[-1].accumulation_steps == 1
+    del whole
+    with room(3 * rooms["activations"]):  # two for numbers of twice the bytes
+        split = program()
+        found = split.run(3)
+        assert set(split.rungs) == {3}
+        assert split.step.records[-1].accumulation_steps > 1
+        numpy.testing.assert_allclose(found, losses, rtol=1e-12, atol=0)
+        for a, b in zip(split.picture(), expected, strict=True):
+            numpy.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
 def test_it_is_climbed_down_when_there_is_room(rooms: dict[str, int]) -> None:
     with room(rooms["activations"]):
         program = Program()
@@ -228,6 +254,99 @@ def test_it_is_remembered(rooms: dict[str, int]) -> None:
         again.run(1)
         assert again.step.records[-1].ooms == 0
         assert again.rungs == [3]
+
+
+# The first three lines of the issue's table, in MiB; the fourth is one row that does not fit,
+# test_it_is_bitwise_the_plain_program().
+TABLE = [("AdamW", 72), ("AdamW", 66), ("AdamW", 60), ("SGD", 40)]
+MIB = 1 << 20
+
+
+@cache  # in a test: modules are imported with more threads, and round otherwise
+def unlimited(name: str) -> tuple[list[float], list[Any]]:
+    """Losses and parameters of a program of the table without a limit."""
+    program = Table(name, ladder=())
+    return program.run(3), program.picture()
+
+
+@pytest.mark.parametrize(("name", "budget"), TABLE)
+def test_a_line_of_the_table_trains_as_without_a_limit(name: str, budget: int) -> None:
+    expected = unlimited(name)
+    gc.collect()
+    with room(budget * MIB):
+        program = Table(name)
+        losses = program.run(3)
+        picture = program.picture()
+    assert [r.accumulation_steps for r in program.step.records] == [1, 1, 1]
+    assert losses == expected[0]
+    assert same(picture, expected[1])
+    # What one update has found the next ones know.
+    assert [r.ooms for r in program.step.records][1:] == [0, 0]
+
+
+def known_of(name: str, budget: int) -> dict[str, Any]:
+    with room(budget * MIB):
+        program = Table(name)
+        program.run(2)
+        assert program.step.records[-1].rung == 2
+        known: dict[str, Any] = json.loads(json.dumps(program.step.state_dict()))
+    return known
+
+
+@pytest.mark.parametrize(("name", "budget"), TABLE)
+def test_what_an_update_has_climbed_to_is_remembered(name: str, budget: int) -> None:
+    known = known_of(name, budget)
+    assert [entry["update_rung"] for entry in known["signatures"]] == [2]
+    with room(budget * MIB):
+        again = Table(name)
+        again.step.load_state_dict(known)
+        again.run(2)
+    assert [(r.rung, r.ooms) for r in again.step.records] == [(2, 0), (2, 0)]
+
+
+def test_state_that_was_on_the_host_goes_there_before_the_first_forward() -> None:
+    """As a run goes on: with the state of its optimizer out of a checkpoint."""
+    known = known_of("AdamW", 66)
+    with room(80 * MIB):
+        again = Table("AdamW")
+        again.run(1)
+        assert again.step.records[-1].rung == 0
+    again.step.load_state_dict(known)
+    with oomkit.limit_memory(allocated() + 2 * MIB, device="cpu"):  # 16 more are gradients
+        again.run(1)
+    assert [(r.rung, r.ooms) for r in again.step.records][1:] == [(2, 0)]
+
+
+def test_a_state_of_before_that_was_remembered_is_read(rooms: dict[str, int]) -> None:
+    known = known_of("AdamW", 72)
+    for entry in known["signatures"]:
+        for key in [key for key in entry if key.startswith("update_")]:
+            del entry[key]
+    with room(72 * MIB):
+        again = Table("AdamW")
+        again.step.load_state_dict(known)
+        again.run(2)
+    records = [(r.rung, r.ooms) for r in again.step.records]
+    assert records[0][1] > 0 and records[1] == (2, 0)
+
+
+def test_with_more_room_what_is_remembered_of_updates_is_no_matter() -> None:
+    known = known_of("AdamW", 66)
+    with room(100 * MIB):
+        again = Table("AdamW")
+        again.step.load_state_dict(known)
+        again.run(2)
+    assert [(r.rung, r.ooms) for r in again.step.records] == [(0, 0), (0, 0)]
+
+
+def test_without_the_rungs_it_is_no_matter_either() -> None:
+    known = known_of("AdamW", 66)
+    with room(100 * MIB):
+        again = Table("AdamW", ladder=())
+        known["signatures"][0]["update_budget"] = 1 << 50
+        again.step.load_state_dict(known)
+        again.run(1)
+    assert [(r.rung, r.ooms) for r in again.step.records] == [(0, 0)]
 
 
 def test_each_rung_is_said_once_with_what_it_costs(

@@ -235,7 +235,11 @@ def test_it_is_remembered(name: str) -> None:
     with oomkit.limit_memory(total, device="cpu"):
         for batch in batches(name):
             program.step(batch)
-    kept = pickle.dumps((program.step.state_dict(), program.optimizer.state_dict()))
+    known = program.step.state_dict()
+    if name not in ("activations", "recompute"):  # there it is the forward that climbs
+        climbed = min(RUNGS[name], RUNGS["state"])
+        assert [entry["update_rung"] for entry in known["signatures"]] == [climbed]
+    kept = pickle.dumps((known, program.optimizer.state_dict()))
     slices = program.slices
     del program
     program = Program(name)
@@ -250,7 +254,8 @@ def test_it_is_remembered(name: str) -> None:
     with oomkit.limit_memory(total, device="cpu"):
         program.step(batches(name)[0])
     record = program.step.records[-1]
-    assert (record.attempts, record.rung, program.slices) == (1, RUNGS[name], slices)
+    assert (record.attempts, record.ooms, record.rung) == (1, 0, RUNGS[name])
+    assert program.slices == slices
 
 
 @pytest.mark.parametrize("name", CLIMBED)
