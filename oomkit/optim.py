@@ -28,23 +28,28 @@ _STATE_COPIES: dict[str, int] = {
 }
 
 # Highest allocation during step() above state and gradients, measured with torch 2.13
-# (tests/optim measures it again): in sizes of the largest parameter where parameters are
-# updated one after the other, and in sizes of all of them for foreach=True.
-_TEMPORARIES: dict[str, tuple[float, float]] = {
-    "Adadelta": (3.0, 2.0),
-    "Adafactor": (3.1, 1.0),  # of a vector; 2.1 of a matrix
-    "Adagrad": (2.0, 2.0),
-    "Adam": (3.0, 1.0),
-    "AdamW": (3.0, 1.0),
-    "Adamax": (2.0, 1.0),
-    "ASGD": (1.0, 1.0),  # once it averages, at t0
-    "Muon": (3.1, 3.1),
-    "NAdam": (3.0, 1.0),
-    "RAdam": (6.0, 1.0),
-    "RMSprop": (2.0, 1.0),
-    "Rprop": (4.0, 2.0),
-    "SGD": (0.0, 0.0),
+# (tests/optim measures it again). Where parameters are updated one after the other: in sizes of
+# one that is alone, and of one that comes after one of its size, whose last temporaries live
+# until a variable is assigned again. For foreach=True: in sizes of all of them.
+_TEMPORARIES: dict[str, tuple[float, float, float]] = {
+    "Adadelta": (2.0, 3.0, 2.0),
+    "Adafactor": (2.1, 3.1, 1.0),  # of a vector; one less of a matrix
+    "Adagrad": (1.0, 2.0, 2.0),
+    "Adam": (2.0, 3.0, 1.0),
+    "AdamW": (2.0, 3.0, 1.0),
+    "Adamax": (1.0, 2.0, 1.0),
+    "ASGD": (1.0, 1.0, 1.0),  # once it averages, at t0
+    "Muon": (3.1, 3.1, 3.1),
+    "NAdam": (2.0, 3.0, 1.0),
+    "RAdam": (5.0, 6.0, 1.0),
+    "RMSprop": (1.0, 2.0, 2.0),
+    "Rprop": (3.0, 4.0, 1.0),
+    "SGD": (0.0, 0.0, 0.0),
 }
+_FOREACH_LARGEST = {"Rprop": 1.3}  # and of the largest one: its masks
+
+# What one update takes says nothing about the next: more from some step on.
+_UNSTEADY = {"ASGD", "RAdam"}
 
 _UNKNOWN = 2**64 - 1
 
@@ -166,38 +171,57 @@ def first_state_bytes(optimizer: Any) -> int:
     )
 
 
-def _factors(name: str, group: dict[str, Any]) -> tuple[float, float]:
-    """Temporaries in sizes of the largest parameter, and of all for ``foreach=True``."""
-    single, foreach = _TEMPORARIES[name]
+def _factors(name: str, group: dict[str, Any]) -> tuple[float, float, float]:
+    """Temporaries in sizes of one parameter alone, of one after another, of all at once."""
+    alone, after, foreach = _TEMPORARIES[name]
     decay = bool(group.get("weight_decay")) and name not in ("AdamW", "Adafactor", "Muon")
     if name == "SGD" and group.get("momentum") and group.get("nesterov"):
-        single, foreach = single + 1.0, 1.0
+        alone, after, foreach = alone + 1.0, after + 1.0, 1.0
     if name == "RMSprop" and (group.get("momentum") or group.get("centered") or decay):
         foreach = 2.0
     if decay:
-        single += 1.0
+        alone, after = alone + 1.0, after + 1.0
         foreach = max(foreach, 1.0) + (1.0 if name in ("NAdam", "Adadelta") else 0.0)
     if group.get("maximize"):
-        single, foreach = single + 2.0, foreach + 1.0
-    return single, foreach
+        alone, after, foreach = alone + 1.0, after + 2.0, foreach + 1.0
+    return after if group.get("capturable") else alone, after, foreach
 
 
 def _temporaries(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes for the largest parameter, and bytes for all that are updated together."""
+    """Bytes for one parameter after the other, and bytes for all that are updated together."""
     fixed = together = 0
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
         sizes = [p.numel() * p.element_size() for p in group["params"] if p.grad is not None]
         if not sizes or group.get("fused"):
             continue
-        single, foreach = _factors(type(optimizer).__name__, group)
+        alone, after, foreach = _factors(name, group)
         is_foreach = group.get("foreach")
         if is_foreach is None:
             is_foreach = all(p.device.type != "cpu" for p in group["params"])
+        largest = sorted(sizes)[-2:]
         if is_foreach:
-            together = max(together, int(foreach * sum(sizes)))
+            beside = _FOREACH_LARGEST.get(name, 0.0) * largest[-1]
+            together = max(together, int(foreach * sum(sizes) + beside))
         else:
-            fixed = max(fixed, int(single * max(sizes)))
+            # No variable takes more than `alone` times its own parameter's size, or more than
+            # that of one before it; all of them no more than `after` times where both are equal.
+            second = largest[0] if len(largest) > 1 else 0
+            fixed = max(fixed, int(alone * largest[-1] + (after - alone) * second))
     return fixed, together
+
+
+def _steady_key(optimizer: torch.optim.Optimizer) -> int:
+    """The same number for updates that take the same; 0 where that is not known."""
+    seen: list[Any] = []
+    for group in optimizer.param_groups:
+        options = [v for k, v in group.items() if k != "params"]
+        seen.append([bool(v) for v in options if v is None or isinstance(v, (bool, int, float))])
+        for p in group["params"]:
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                return 0  # as many temporaries as there are entries
+            seen.append(p.grad is not None and (p.numel(), p.grad.element_size()))
+    return hash(repr(seen)) & 0xFFFFFFFFFFFFFF | 1
 
 
 def temporary_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -227,3 +251,14 @@ def update_needs(optimizer: Any) -> tuple[int, int, int, int]:
     if not torchs:
         return parts, 0, _UNKNOWN, 0
     return parts, state_bytes(optimizer), *_temporaries(optimizer)
+
+
+def update_figures(optimizer: Any) -> tuple[int, int, int, int, int]:
+    """The same, and a key: what one update was seen to take holds for others of its key.
+
+    0: it holds for none, and is only a lower bound.
+    """
+    needs = update_needs(optimizer)
+    if needs[2] == _UNKNOWN or type(optimizer).__name__ in _UNSTEADY:
+        return *needs, 0
+    return *needs, _steady_key(optimizer)

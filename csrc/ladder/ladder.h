@@ -97,7 +97,7 @@ oomkit_update_went(oomkit_call *call, PyObject *optimizer);
 /* Of all updates of a call that has worked, for later runs. */
 void
 oomkit_updates_known(oomkit_call *call, oomkit_update_known *update);
-/* What it needed, of a window around it. */
+/* What it needed, of a window around it, or around parts that were whole groups. */
 void
 oomkit_update_measured(oomkit_call *call, PyObject *optimizer, uint64_t bytes);
 

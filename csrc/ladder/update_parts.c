@@ -43,6 +43,8 @@ typedef struct parts_run {
     uint64_t part_bytes;  /* of the parameters of one part, at most */
     Py_ssize_t most;      /* parameters of one part, after a failure */
     uint64_t slice_bytes; /* what is larger goes by rows, so many bytes; 0: nothing */
+    int cut;              /* some part was no whole group, or had something moved */
+    uint64_t peak;        /* of the parts, above what was there after them */
     PyObject *host_copy;  /* owned: function for new state, or NULL */
     PyObject *groups;     /* owned: list of the groups' dicts */
     PyObject *lists;      /* owned: list of their `params` */
@@ -268,9 +270,47 @@ rows_step(const parts_run *run, Py_ssize_t at)
                                             run->hosted, run->host_copy);
 }
 
+/* An update that fits as it is was made in parts for safety where each is a whole
+ * group: what they take is what it takes. */
+static int
+is_whole_group(const parts_run *run, Py_ssize_t at, Py_ssize_t count)
+{
+    const oomkit_part_param *params = run->params;
+
+    return run->hosted == NULL && run->grads == NULL && !goes_by_rows(run, at) &&
+           (at == 0 || params[at - 1].group != params[at].group) &&
+           (at + count == run->count || params[at + count].group != params[at].group);
+}
+
+/* step() with the groups as they are set. New reference or NULL. */
+static PyObject *
+part_call(parts_run *run, int whole)
+{
+    oomkit_call *call = run->call;
+    oomkit_peak_window window;
+    PyObject *result; /* owned */
+    uint64_t left;
+
+    run->cut |= !whole;
+    if (run->cut) {
+        return PyObject_Call(run->below, run->args, run->kwargs);
+    }
+    oomkit_device_begin(call->st, call->device, call->options->reset_peaks, &window);
+    result = PyObject_Call(run->below, run->args, run->kwargs);
+    left = oomkit_device_allocated(call->st, call->device);
+    oomkit_device_end(call->st, &window);
+    if (window.peak_allocated_bytes == OOMKIT_UNKNOWN || left == OOMKIT_UNKNOWN) {
+        run->cut = 1;
+    } else if (window.peak_allocated_bytes > left + run->peak) {
+        run->peak = window.peak_allocated_bytes - left;
+    }
+    return result;
+}
+
 static int
 part_step(parts_run *run, Py_ssize_t at, Py_ssize_t count)
 {
+    const int whole = is_whole_group(run, at, count);
     OWNED PyObject *params = PyList_New(count);
     Py_ssize_t i;
 
@@ -282,9 +322,8 @@ part_step(parts_run *run, Py_ssize_t at, Py_ssize_t count)
     }
     Py_CLEAR(run->result);
     if (groups_set(run, run->params[at].group, params) == 0) {
-        run->result = goes_by_rows(run, at)
-                          ? rows_step(run, at)
-                          : PyObject_Call(run->below, run->args, run->kwargs);
+        run->result =
+            goes_by_rows(run, at) ? rows_step(run, at) : part_call(run, whole);
     }
     return groups_back(run) < 0 || run->result == NULL ? -1 : 0;
 }
@@ -503,6 +542,9 @@ parts_all(parts_run *run)
             part_failed(run, at, count, &again) < 0) {
             return parts_give_up(run, at + count);
         }
+    }
+    if (!run->cut && run->count > 0) {
+        oomkit_update_measured(run->call, run->optimizer, run->peak);
     }
     return 0;
 }

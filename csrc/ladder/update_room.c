@@ -52,16 +52,18 @@ int
 oomkit_update_room(oomkit_call *call, PyObject *optimizer, oomkit_update_figures *f)
 {
     OWNED PyObject *needs = PyObject_CallOneArg(call->st->update_needs, optimizer);
-    unsigned long long state, fixed, together;
+    unsigned long long state, fixed, together, key;
     PyObject *hosted = NULL; /* borrowed */
 
-    if (needs == NULL || !PyArg_ParseTuple(needs, "iKKK:update_needs", &f->independent,
-                                           &state, &fixed, &together)) {
+    if (needs == NULL || !PyArg_ParseTuple(needs, "iKKKK:update_needs", &f->independent,
+                                           &state, &fixed, &together, &key)) {
         return -1;
     }
     f->state = state;
     f->fixed = fixed;
     f->together = together;
+    /* State that is made on the way hides what else it takes. */
+    f->key = state > 0 ? 0 : key;
     hosted = oomkit_hosted_of(call->st, optimizer);
     if (hosted == NULL && PyErr_Occurred()) {
         return -1;
@@ -117,7 +119,8 @@ needed(const oomkit_update_figures *f, const oomkit_update_need *need)
 {
     uint64_t most = f->fixed > f->together ? f->fixed : f->together;
 
-    most = need->peak > most ? need->peak : most;
+    /* What was measured is the whole update's, where it is like the one before. */
+    most = need->peak > most || (need->peak > 0 && f->key != 0) ? need->peak : most;
     if (f->fixed == OOMKIT_UNKNOWN) { /* somebody else's: measured, or not known */
         return need->peak > 0 ? need->peak + SLOP : OOMKIT_UNKNOWN;
     }
@@ -142,6 +145,10 @@ fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
 
     if (oomkit_update_room(call, optimizer, &f) < 0) {
         return -1;
+    }
+    if (f.key != need->key) {
+        need->peak = 0;
+        need->key = f.key;
     }
     if (may && f.independent) {
         hosted = oomkit_hosted_of(call->st, optimizer);

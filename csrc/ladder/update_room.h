@@ -10,9 +10,10 @@
 
 /* Bytes. */
 typedef struct oomkit_update_figures {
-    int independent;   /* it may go in parts; OOMKIT_PARTS_REPEAT */
-    uint64_t state;    /* that it makes */
-    uint64_t fixed;    /* temporaries of one parameter after the other: the largest's */
+    int independent; /* it may go in parts; OOMKIT_PARTS_REPEAT */
+    uint64_t state;  /* that it makes */
+    uint64_t fixed;  /* temporaries of one parameter after the other: the largest's */
+    uint64_t key;    /* of updates that take the same; 0: one says nothing of others */
     uint64_t together; /* temporaries of all parameters at once */
     uint64_t left;     /* to be had; OOMKIT_UNKNOWN */
 } oomkit_update_figures;

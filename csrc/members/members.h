@@ -34,6 +34,7 @@ typedef struct oomkit_update_need {
     Py_ssize_t items; /* parameters and state values that the figures are of; 0: none */
     uint64_t roomy;   /* with so many bytes left nobody has to look closer */
     uint64_t peak;    /* measured above what was there before it; 0: not measured */
+    uint64_t key;     /* of the update that it was measured of, or is about to be */
     int failed;       /* it ran out of memory where it was to fit: so many in parts */
     int near;         /* it was to fit, with less to spare than it needs */
     int grads_out;    /* gradients are on the host from the beginning */

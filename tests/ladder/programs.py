@@ -90,6 +90,17 @@ class Table:
         return [p.detach().numpy().copy() for p in self.model.parameters()]
 
 
+class Embedded(nn.Module):
+    """One large table and little else: of AdamW's update the table's temporaries are the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(16384, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(x))
+
+
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from helpers.sample import sampled
 from helpers.seeds import seed_all
 
 import oomkit
-from ladder.programs import Table, allocated
+from ladder.programs import Embedded, Table, allocated
 from oomkit._ladder import host
 from oomkit.testing import inject_oom
 
@@ -446,3 +446,91 @@ def test_a_thousand_calls_hold_nothing_more(rooms: dict[str, int]) -> None:
             assert allocated() == counted
             assert abs(len(gc.get_objects()) - objects) < 50
             del program
+
+
+# --- parameters of very different sizes ---
+
+WORDS = torch.arange(64)
+
+
+class Words:
+    """A step over an embedding, whose update is what needs most."""
+
+    def __init__(self, optimizer: str = "AdamW", **options: Any) -> None:
+        seed_all(SEED)
+        self.model = Embedded()
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=1e-3)
+        model, update = self.model, self.optimizer
+
+        @oomkit.auto_batch(label="words", **options)
+        def step(x: torch.Tensor) -> float:
+            update.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            update.step()
+            return loss.item()
+
+        self.step = step
+
+    def run(self, steps: int = 4) -> list[float]:
+        return [self.step(WORDS) for _ in range(steps)]
+
+    def picture(self) -> list[Any]:
+        return [p.detach().numpy().copy() for p in self.model.parameters()]
+
+
+def plain_peak(optimizer: str) -> tuple[int, list[float], list[Any]]:
+    """Bytes that it needs without a limit, its losses, and what it ends with."""
+    gc.collect()
+    before = allocated()
+    program = Words(optimizer, ladder=())
+    with oomkit.limit_memory("1GB", device="cpu"):
+        losses = program.run()
+    most = max(r.peak_allocated or 0 for r in program.step.records)
+    return most - before, losses, program.picture()
+
+
+@pytest.mark.parametrize("share", [1.01, 1.05])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "RMSprop", "SGD"])
+def test_an_update_of_a_large_parameter_that_fits_is_plain(optimizer: str, share: float) -> None:
+    needed = plain_peak(optimizer)[0]
+    with room(int(share * needed)):
+        program = Words(optimizer)
+        program.run()
+        assert [(r.rung, r.ooms) for r in program.step.records] == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "RMSprop"])
+def test_where_it_does_not_fit_it_goes_in_parts_and_is_never_half_done(optimizer: str) -> None:
+    needed, losses, expected = plain_peak(optimizer)
+    rungs = set()
+    for share in (99, 97, 94, 90, 85, 80):
+        with room(needed * share // 100):
+            program = Words(optimizer)
+            assert program.run() == losses, share
+            assert same(program.picture(), expected), share
+            rungs |= {r.rung for r in program.step.records}
+            del program
+    assert max(rungs) >= 1
+
+
+def test_what_was_measured_in_parts_of_whole_groups_is_believed() -> None:
+    """Of a matrix Adafactor takes half of what it may take of a vector."""
+    needed, losses, expected = plain_peak("Adafactor")
+    with room(int(1.05 * needed)):
+        program = Words("Adafactor")
+        assert program.run() == losses
+        assert same(program.picture(), expected)
+    assert [r.rung for r in program.step.records] == [1, 1, 0, 0]
+    assert sum(r.ooms for r in program.step.records) == 0
+
+
+def test_what_was_measured_with_other_options_is_not_believed() -> None:
+    needed, _, _ = plain_peak("Adagrad")
+    with room(int(1.05 * needed)):
+        program = Words("Adagrad")
+        program.run(3)
+        program.optimizer.param_groups[0]["maximize"] = True  # which makes a copy of each gradient
+        program.run(1)
+    rungs = [r.rung for r in program.step.records]
+    assert rungs[:3] == [0, 0, 0] and rungs[3] >= 1
