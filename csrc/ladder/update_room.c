@@ -87,9 +87,10 @@ need_anew(oomkit_call *call, int index, oomkit_update_need *need)
     if (oomkit_part_list(call, index, &params, &count) < 0) {
         return -1;
     }
-    need->roomy = SLOP;
+    need->roomy = need->roomy_now = SLOP;
     for (i = 0; i < count; i++) {
-        need->roomy += ROOMY * params[i].bytes;
+        need->roomy += ROOMY * params[i].all_bytes;
+        need->roomy_now += ROOMY * params[i].bytes;
     }
     need->items = oomkit_part_items(call, index);
     return 0;
@@ -164,7 +165,7 @@ fits_closely(oomkit_call *call, PyObject *optimizer, oomkit_update_need *need)
     if (f.left == OOMKIT_UNKNOWN || needed(&f, need) <= f.left) {
         return 2;
     }
-    if (f.fixed == OOMKIT_UNKNOWN && need->peak == 0 && f.left >= need->roomy) {
+    if (f.fixed == OOMKIT_UNKNOWN && need->peak == 0 && f.left >= need->roomy_now) {
         return 2; /* more than any known one takes */
     }
     if (oomkit_device_empty_cache(call->st, call->device) < 0) {
@@ -225,9 +226,18 @@ oomkit_update_fits(oomkit_call *call, PyObject *optimizer, int index)
         }
         return fits_closely(call, optimizer, need);
     }
-    if (left >= need->roomy && call->st->hosted_any == 0 && !need->failed &&
+    if (left >= need->roomy_now && call->st->hosted_any == 0 && !need->failed &&
         !call->options->optimizer_parts) {
-        return 1;
+        if (left >= need->roomy) {
+            return 1;
+        }
+        /* Only where some had no gradient: they may have been thawed. */
+        if (need_anew(call, index, need) < 0) {
+            return -1;
+        }
+        if (left >= need->roomy_now) {
+            return 1;
+        }
     }
     return fits_closely(call, optimizer, need);
 }

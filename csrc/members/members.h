@@ -32,15 +32,16 @@ typedef struct oomkit_source {
 /* Of an optimizer: what its update was seen to need. */
 typedef struct oomkit_update_need {
     Py_ssize_t items; /* parameters and state values that the figures are of; 0: none */
-    uint64_t roomy;   /* with so many bytes left nobody has to look closer */
-    uint64_t peak;    /* measured above what was there before it; 0: not measured */
-    uint64_t key;     /* of the update that it was measured of, or is about to be */
-    int failed;       /* it ran out of memory where it was to fit: so many in parts */
-    int near;         /* it was to fit, with less to spare than it needs */
-    int grads_out;    /* gradients are on the host from the beginning */
-    int state_out;    /* state too, in the next one: an earlier run had it there */
-    uint64_t went;    /* number of the call that last made it in parts; 0: none */
-    Py_ssize_t most;  /* parameters of a part, after one of more had failed; 0: any */
+    uint64_t roomy;   /* with so many bytes left nobody has to look closer, */
+    uint64_t roomy_now; /* nor with these while the same parameters have gradients */
+    uint64_t peak;      /* measured above what was there before it; 0: not measured */
+    uint64_t key;       /* of the update that it was measured of, or is about to be */
+    int failed;         /* it ran out of memory where it was to fit: so many in parts */
+    int near;           /* it was to fit, with less to spare than it needs */
+    int grads_out;      /* gradients are on the host from the beginning */
+    int state_out;      /* state too, in the next one: an earlier run had it there */
+    uint64_t went;      /* number of the call that last made it in parts; 0: none */
+    Py_ssize_t most;    /* parameters of a part, after one of more had failed; 0: any */
     uint64_t
         slice_bytes; /* what is larger is updated by rows, so many bytes; 0: none */
 } oomkit_update_need;

@@ -65,6 +65,7 @@ param_bytes(oomkit_state *st, oomkit_part_param *param)
     if (grad == NULL || oomkit_tensor_facts_get(st, param->param, 0, &facts) < 0) {
         return -1;
     }
+    param->all_bytes = facts.bytes;
     param->bytes = grad == Py_None ? 0 : facts.bytes;
     return 0;
 }

@@ -10,6 +10,7 @@ typedef struct oomkit_part_param {
     PyObject *param;         /* borrowed from the mark */
     Py_ssize_t group;        /* number of its group */
     uint64_t bytes;          /* of the parameter itself; 0 where it has no gradient */
+    uint64_t all_bytes;      /* the same, with a gradient or without */
     Py_ssize_t item;         /* its own place among the values of the mark */
     Py_ssize_t first, count; /* those of its state; 0: it had none */
 } oomkit_part_param;

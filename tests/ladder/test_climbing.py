@@ -534,3 +534,17 @@ def test_what_was_measured_with_other_options_is_not_believed() -> None:
         program.run(1)
     rungs = [r.rung for r in program.step.records]
     assert rungs[:3] == [0, 0, 0] and rungs[3] >= 1
+
+
+@pytest.mark.parametrize("share", [0.85, 0.97])
+def test_a_parameter_that_is_thawed_needs_what_it_needs(share: float) -> None:
+    """While it has no gradient there is room in plenty, and its first one changes that."""
+    needed, _, _ = plain_peak("AdamW")
+    with room(int(share * needed)):
+        program = Words("AdamW")
+        program.model.table.requires_grad_(False)
+        program.run(3)
+        program.model.table.requires_grad_(True)
+        program.run(2)
+    rungs = [r.rung for r in program.step.records]
+    assert rungs[:3] == [0, 0, 0] and rungs[4] >= 1
