@@ -20,7 +20,8 @@ SOURCES := setup.py pyproject.toml \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv build demo test quick ranks test-integrations test-sinks test-trainers demo-trainers
+.PHONY: help venv build demo test quick ranks test-integrations test-sinks test-trainers
+.PHONY: test-optimizers demo-trainers
 .PHONY: prove mutants sanitize prove-trainers mutants-trainers
 .PHONY: docs programs bench wheel latency peers ladder larger tune lint gpu clean
 
@@ -61,6 +62,10 @@ test-integrations: $(BUILT) .venv-optuna5/.installed .venv-optuna4/.installed ##
 test-sinks: $(BUILT) .venv-sinks/.installed ## Run the tests of loggers and notebooks (the first time 2 minutes more)
 	PYTHONPATH=.:tests WANDB_MODE=offline .venv-sinks/bin/python -m pytest tests/sinks \
 	    "tests/docs/test_blocks.py::test_python[docs/guides/reports.md]" $(PYTEST_ARGS)
+test-optimizers: $(BUILT) .venv-optimizers/.installed ## Run the tests of optimizers of transformers, timm, bitsandbytes (the first time 1 minute more)
+	PYTHONPATH=.:tests .venv-optimizers/bin/python -m pytest tests/ladder/test_known_optimizers.py \
+	    $(PYTEST_ARGS)
+
 # Two again: both sides pin libraries of their own.
 test-trainers: $(BUILT) .venv-trainers/.installed .venv-trainers-lightning/.installed ## Run the tests of trainers: transformers, TRL, Lightning, Ignite, accelerate (the first time 5 minutes more)
 	set -e; for which in trainers trainers-lightning; do PYTHONPATH=. .venv-$$which/bin/python \
@@ -154,9 +159,9 @@ $(NEEDS:%=$(VENV)/.%): $(VENV)/.%: $(NEEDS:%=requirements/%.txt) | $(PY)
 	test -z "$$(find $^ -newer $(VENV)/.build 2>&1)" || touch $(VENV)/.build
 	touch $@
 
-.venv-sinks/.installed: requirements/sinks.txt
-	$(PYTHON) -m venv .venv-sinks
-	.venv-sinks/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+.venv-sinks/.installed .venv-optimizers/.installed: .venv-%/.installed: requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 .venv-%/.installed: requirements/search.txt requirements/integrations.txt \
