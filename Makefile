@@ -41,9 +41,15 @@ WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 test: $(VENV)/.test $(BUILT) ## Run the test suite; needs no GPU
 	$(PY) -m pytest tests -m "not gpu and not whole" $(WORKERS) $(PYTEST_ARGS)
 
+# Of folders of csrc whose tests have another name, for tests are imported: a module has this one.
+TESTS_OF_types := python_types
+TESTS_OF_tree := trees
+TESTS_OF_py := errors
+TESTS_OF_torch := bridge
+TESTS_OF_module := package
 quick: $(VENV)/.test $(BUILT) ## Run in a minute what a change needs first; FOLDER=undo for tests/undo, too
-	$(PY) -m pytest tests/house tests/core tests/records tests/mutants $(addprefix tests/,$(FOLDER)) \
-	    $(WORKERS) $(PYTEST_ARGS)
+	$(PY) -m pytest tests/house tests/core tests/records tests/mutants \
+	    $(foreach folder,$(FOLDER),tests/$(or $(TESTS_OF_$(folder)),$(folder))) $(WORKERS) $(PYTEST_ARGS)
 
 ranks: $(VENV)/.test $(BUILT) ## Run all tests of several ranks, of which make test runs a sample (4 minutes)
 	$(PY) -m pytest tests/ranks -m "not gpu" $(WORKERS) $(PYTEST_ARGS)

@@ -198,7 +198,7 @@ def explained(kind: str | None) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m oomkit", description="Tools of oomkit.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="show records that sinks.JSONL has written")
@@ -230,23 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--clear", action="store_true", help="remove them")
     command = commands.add_parser("explain", help="show cause and fix of an error or a warning")
     command.add_argument("kind", nargs="?", help="as the message names it; all kinds without")
-    options = parser.parse_args(arguments)
-    if options.command == "explain":
-        return explained(options.kind)
-    if options.command == "sizes":
-        return remembered(options.function, options.clear)
-    if options.command == "env":
-        print(environment(__version__))
-        return 0
-    if options.command == "run":
-        if not options.script.is_file():
-            print(f"oomkit: there is no file {options.script}", file=sys.stderr)
-            return 2
-        return run_script(options.script, options.arguments, options.records)
-    if options.command == "check":
-        return checked(options.target)
-    if options.command == "estimate":
-        return estimated(options.target, options.budget)
+    return parser.parse_args(arguments)
+
+
+def reported(options: argparse.Namespace) -> int:
     missing = [path for path in options.file if not path.exists()]
     if missing:
         print(f"oomkit: there is no file {missing[0]}", file=sys.stderr)
@@ -270,6 +257,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("oomkit: --png needs matplotlib: pip install matplotlib", file=sys.stderr)
             return 1
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parsed(arguments)
+    if options.command == "explain":
+        return explained(options.kind)
+    if options.command == "sizes":
+        return remembered(options.function, options.clear)
+    if options.command == "env":
+        print(environment(__version__))
+        return 0
+    if options.command == "run":
+        if not options.script.is_file():
+            print(f"oomkit: there is no file {options.script}", file=sys.stderr)
+            return 2
+        return run_script(options.script, options.arguments, options.records)
+    if options.command == "check":
+        return checked(options.target)
+    if options.command == "estimate":
+        return estimated(options.target, options.budget)
+    return reported(options)
 
 
 if __name__ == "__main__":

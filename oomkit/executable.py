@@ -115,6 +115,28 @@ def _next(search: BatchSizeSearch, reduce: Callable[[], int] | None, size: int, 
     return smaller
 
 
+def _check_function(
+    function: Any, grow_back: bool, reduce_batch_size_fn: Callable[[], int] | None
+) -> None:
+    if not callable(function):
+        raise TypeError(
+            "find_executable_batch_size() expected a function to decorate, got "
+            f"{type(function).__name__!r}; pass starting_batch_size= by name"
+            f"{_C.see('options')}"
+        )
+    if any(is_one(function) for is_one in _LATER):
+        raise TypeError(
+            "find_executable_batch_size() cannot decorate an async or a generator function, which "
+            f"would run out of memory behind it: decorate what it calls{_C.see('decoration')}"
+        )
+    if grow_back and reduce_batch_size_fn is not None:
+        raise TypeError(
+            "find_executable_batch_size() cannot grow back by sizes that reduce_batch_size_fn "
+            "chooses: leave one of the two out"
+            f"{_C.see('options')}"
+        )
+
+
 @overload
 def find_executable_batch_size(
     function: None = None,
@@ -187,23 +209,7 @@ reduce_batch_size_fn=None, *, grow_back=False)
             reduce_batch_size_fn=reduce_batch_size_fn,
             grow_back=grow_back,
         )
-    if not callable(function):
-        raise TypeError(
-            "find_executable_batch_size() expected a function to decorate, got "
-            f"{type(function).__name__!r}; pass starting_batch_size= by name"
-            f"{_C.see('options')}"
-        )
-    if any(is_one(function) for is_one in _LATER):
-        raise TypeError(
-            "find_executable_batch_size() cannot decorate an async or a generator function, which "
-            f"would run out of memory behind it: decorate what it calls{_C.see('decoration')}"
-        )
-    if grow_back and reduce_batch_size_fn is not None:
-        raise TypeError(
-            "find_executable_batch_size() cannot grow back by sizes that reduce_batch_size_fn "
-            "chooses: leave one of the two out"
-            f"{_C.see('options')}"
-        )
+    _check_function(function, grow_back, reduce_batch_size_fn)
     search = BatchSizeSearch(starting_batch_size)
 
     def decorated(*args: Any, **kwargs: Any) -> Any:

@@ -68,6 +68,29 @@ def _unit(top: float) -> float:
     return next((float(u) for u in (1 << 30, 1 << 20, 1 << 10) if top >= u), 1.0)
 
 
+def _grid(
+    ticks: Iterable[float], y: Callable[[float], float], text: Callable[[float | None], str]
+) -> list[str]:
+    return [
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" '
+        f'y2="{y(tick):.1f}"/><text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" '
+        f'text-anchor="end">{escape(_tick_text(tick, text))}</text>'
+        for tick in ticks
+    ]
+
+
+def _path(xs: Sequence[float], ys: Sequence[float | None]) -> str:
+    path, pen = [], "M"
+    for x, y in zip(xs, ys, strict=False):
+        if y is None:
+            pen = "M"
+            continue
+        # One that stands alone is seen, too.
+        path.append(f"{pen}{x:.1f} {y:.1f}{'h.1' * (pen == 'M')}")
+        pen = "L"
+    return "".join(path)
+
+
 def chart(
     title: str,
     steps: Sequence[Any],
@@ -91,13 +114,7 @@ def chart(
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - value / top * (HEIGHT - BOTTOM - TOP)
 
-    parts = []
-    for tick in _ticks(top, _unit(top) if binary else 1.0):
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" '
-            f'y2="{y(tick):.1f}"/><text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" '
-            f'text-anchor="end">{escape(_tick_text(tick, text))}</text>'
-        )
+    parts = _grid(_ticks(top, _unit(top) if binary else 1.0), y, text)
     every = max(1, math.ceil(count / 10))
     parts += [
         f'<text x="{x(at):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{steps[at * width]}</text>'
@@ -112,15 +129,8 @@ def chart(
         for at, what in happened.items()
     ]
     for line, values in thin:
-        path, pen = [], "M"
-        for at, value in enumerate(values):
-            if value is None:
-                pen = "M"
-                continue
-            # One that stands alone is seen, too.
-            path.append(f"{pen}{x(at):.1f} {y(value):.1f}{'h.1' * (pen == 'M')}")
-            pen = "L"
-        parts.append(f'<path class="line {line.style}" d="{"".join(path)}"/>')
+        path = _path([x(at) for at in range(count)], [None if v is None else y(v) for v in values])
+        parts.append(f'<path class="line {line.style}" d="{path}"/>')
     points = [
         [
             round(x(at), 1),
@@ -136,12 +146,16 @@ def chart(
     if happened:
         legend += '<li><span class="key mark"></span>event</li>'
     summary = f"{title}, {len(steps)} steps, highest {text(max(known))}"
+    return _figure(title, summary, points, "".join(parts), legend)
+
+
+def _figure(title: str, summary: str, points: list[Any], drawn: str, legend: str) -> str:
     return (
         f'<figure class="chart" tabindex="0" role="group" aria-label="{escape(summary)}. '
         f'Arrow keys read it step by step." data-points="{escape(json.dumps(points))}">'
         f"<figcaption>{escape(title)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(summary)}">'
-        f'{"".join(parts)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+        f'{drawn}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
         f'<ul class="legend">{legend}</ul><output aria-live="polite"></output></figure>'
     )
 
