@@ -1,3 +1,4 @@
+/* Fault schedules without a lock: each number of one is an atomic of its own. */
 #include "fault.h"
 #include "status.h"
 

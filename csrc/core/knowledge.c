@@ -1,3 +1,5 @@
+/* What is known of the sizes of a shape of batch: how each finished or failed call
+ * changes it. */
 #include "knowledge.h"
 
 #include <stddef.h>

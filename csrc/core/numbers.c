@@ -1,3 +1,5 @@
+/* Knowledge as named numbers: one table says which they are, and between what they lie.
+ */
 #include "numbers.h"
 
 #include <stddef.h>

@@ -1,3 +1,5 @@
+/* Where a call asks the other ranks: each place calls oomkit/_ranks, and takes its
+ * answer. */
 #include "agree.h"
 #include "ranks.h"
 #include "../call/call.h"

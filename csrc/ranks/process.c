@@ -1,6 +1,6 @@
-#define _GNU_SOURCE /* kill() */
 /* Is another rank's process still there? Numbers of processes are used again, so that
  * one is known by its start as well. */
+#define _GNU_SOURCE /* kill() */
 #include "vote.h"
 
 #include <errno.h>

@@ -123,6 +123,11 @@ def test_sizes() -> None:
         assert long == [], name
 
 
+def test_a_file_begins_with_what_it_is_for() -> None:
+    for path in CSRC.glob("*/*.[ch]*"):
+        assert path.read_text(encoding="utf-8").startswith(("/* ", "// ")), path.name
+
+
 def test_the_tests_stand_in_folders() -> None:
     tests = ROOT / "tests"
     assert [path.name for path in tests.iterdir() if path.is_file()] == ["conftest.py"]
