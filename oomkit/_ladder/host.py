@@ -34,12 +34,23 @@ def _free_of_the_machine() -> int | None:
         return None
 
 
-def _groups() -> list[tuple[Path, str, str]]:
-    """Folders of this process's control groups, and the names of their files."""
-    found = [
-        (_CGROUP, "memory.max", "memory.current"),
-        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ]
+_Group = tuple[Path, str, str]
+"""A control group's folder, and the names of its files of memory."""
+
+
+def _with_those_above(top: Path, path: str, limit: str, used: str) -> list[_Group]:
+    """A limit of any of them holds: SLURM's, for one, is that of a job, above its tasks' groups."""
+    own = Path(path.lstrip("/"))
+    if ".." in own.parts:  # of a group outside this process's namespace: none can be seen
+        own = Path()
+    return [(top / folder, limit, used) for folder in (own, *own.parents)]
+
+
+def _groups() -> list[_Group]:
+    """The control groups of this process."""
+    second = (_CGROUP, "memory.max", "memory.current")
+    first = (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    found = [second, first]
     try:
         own = _OWN.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -47,13 +58,10 @@ def _groups() -> list[tuple[Path, str, str]]:
     for line in own:
         _, _, rest = line.partition(":")
         kinds, _, path = rest.partition(":")
-        folder = path.lstrip("/")
         if kinds == "":
-            found.append((_CGROUP / folder, "memory.max", "memory.current"))
+            found += _with_those_above(second[0], path, *second[1:])
         elif "memory" in kinds.split(","):
-            found.append(
-                (_CGROUP / "memory" / folder, "memory.limit_in_bytes", "memory.usage_in_bytes")
-            )
+            found += _with_those_above(first[0], path, *first[1:])
     return found
 
 

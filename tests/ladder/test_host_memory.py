@@ -53,6 +53,32 @@ def test_a_group_of_its_own(machine: Path) -> None:
     assert host.available() == 6 * MIB
 
 
+@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("at", ["job", "job/7", "job/7/step_0", "job/7/step_0/task_0"])
+def test_a_limit_of_a_group_above_its_own(machine: Path, at: str, version: int) -> None:
+    """SLURM sets the limit of a job, and no more for its tasks."""
+    (machine / "own").write_text(f"{'0:' if version == 2 else '7:memory'}:/job/7/step_0/task_0\n")
+    top = machine / "cgroup" / ("" if version == 2 else "memory")
+    for folder in ("job", "job/7", "job/7/step_0", "job/7/step_0/task_0"):
+        no_limit: object = "max" if version == 2 else 2**63 - 4096
+        group(top / folder, 50 * MIB if folder == at else no_limit, 20 * MIB, version)
+    assert host.available() == 30 * MIB
+
+
+def test_the_least_of_several_limits_counts(machine: Path) -> None:
+    (machine / "own").write_text("0::/job/7/task\n")
+    for folder, limit in (("job", 60), ("job/7", 40), ("job/7/task", 90)):
+        group(machine / "cgroup" / folder, limit * MIB, 20 * MIB)
+    assert host.available() == 20 * MIB
+
+
+def test_a_group_that_the_namespace_hides(machine: Path) -> None:
+    (machine / "own").write_text("0::/../job\n")
+    group(machine / "job", 1 * MIB, 0)
+    group(machine / "cgroup", 50 * MIB, 10 * MIB)
+    assert host.available() == 40 * MIB
+
+
 def test_the_first_version_of_groups(machine: Path) -> None:
     (machine / "own").write_text("3:cpu:/x\n7:cpuset,memory:/job\n")
     group(machine / "cgroup" / "memory" / "job", 10 * MIB, 3 * MIB, version=1)
