@@ -241,6 +241,13 @@ typedef struct oomkit_deferral {
                       not: not to be taken back; OOMKIT_UNMARKED nor marked */
 } oomkit_deferral;
 
+/* optim: host memory that copies of an update in parts may take. */
+typedef struct oomkit_host_share {
+    int limited;   /* it is known how much */
+    int short_of;  /* something was left where it is for want of it */
+    uint64_t left; /* bytes */
+} oomkit_host_share;
+
 /* optim: optimizers, and what was made of their updates. */
 typedef struct oomkit_updating {
     oomkit_optimizer_mark *marks, first[1];
@@ -258,6 +265,7 @@ typedef struct oomkit_updating {
     int shared;        /* what runs has begun a collective: it cannot be made twice */
     int unknown_begun; /* steps of unknown optimizers that have not ended */
     int unknown_made;  /* those that have, in this attempt */
+    oomkit_host_share host;
 } oomkit_updating;
 
 /* hook: methods of participants that are intercepted. */

@@ -8,6 +8,7 @@
 #include "ladder.h"
 #include "update_room.h"
 #include "../device/device.h"
+#include "../optim/update_part.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
 
@@ -114,7 +115,7 @@ oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
     int there = key == NULL ? -1 : is_there(call, hosted, key, tensor);
     int moves = there == 0 ? is_moved(call, tensor, &facts) : 0;
 
-    if (there != 0 || moves <= 0) {
+    if (there != 0 || moves <= 0 || !oomkit_host_share_take(call, facts.bytes)) {
         return there < 0 || moves < 0 ? -1 : 0;
     }
     copy = oomkit_host_copy_pinned(call->st, tensor);
@@ -162,8 +163,8 @@ oomkit_host_move_in(oomkit_call *call, PyObject *hosted, PyObject *tensor,
     return PyDict_DelItem(hosted, key);
 }
 
-/* Every tensor of an optimizer's state goes out. The optimizer is known as one of those
- * from the first on. 0 or -1. */
+/* Every tensor of an optimizer's state goes out, of so many bytes with those of the
+ * optimizers before it. It is known as one of those from the first on. 0 or -1. */
 static int
 each_state(oomkit_call *call, PyObject *optimizer, uint64_t most, uint64_t *bytes)
 {
@@ -180,9 +181,11 @@ each_state(oomkit_call *call, PyObject *optimizer, uint64_t most, uint64_t *byte
     for (i = 0; all != NULL && i < PyList_GET_SIZE(all); i++) {
         PyObject *values = PyList_GET_ITEM(all, i), *key, *value; /* borrowed */
         Py_ssize_t at = 0;
-        while (PyDict_Check(values) && *bytes < most &&
-               PyDict_Next(values, &at, &key, &value)) {
+        while (PyDict_Check(values) && PyDict_Next(values, &at, &key, &value)) {
             int moves = is_moved(call, value, &facts);
+            if (moves > 0 && facts.bytes > most - *bytes) {
+                continue; /* a smaller one may have room */
+            }
             if (moves > 0 && hosted == NULL) {
                 hosted = oomkit_hosted_make(call, optimizer);
             }

@@ -135,7 +135,8 @@ oomkit_hosted_make(oomkit_call *call, PyObject *optimizer);
 /* An optimizer that has nothing there is forgotten. 0 or -1. */
 int
 oomkit_hosted_tidy(oomkit_state *st, PyObject *optimizer);
-/* The value of a tensor to the host or back to `device`. 0 or -1. */
+/* The value of a tensor to the host, where that has room for it in an update in parts,
+ * or back to `device`. 0 or -1. */
 int
 oomkit_host_move_out(oomkit_call *call, PyObject *hosted, PyObject *tensor,
                      uint64_t *bytes);

@@ -41,6 +41,8 @@ typedef struct parts_run {
     oomkit_ahead ahead;   /* state of the next part */
     uint64_t beside;      /* bytes that a part needs beside its state, at most */
     uint64_t part_bytes;  /* of the parameters of one part, at most */
+    uint64_t makes;       /* bytes of state that this update makes */
+    Py_ssize_t at;        /* parameters before it have been updated */
     Py_ssize_t most;      /* parameters of one part, after a failure */
     uint64_t slice_bytes; /* what is larger goes by rows, so many bytes; 0: nothing */
     int cut;              /* some part was no whole group, or had something moved */
@@ -118,11 +120,15 @@ grads_move(const parts_run *run, Py_ssize_t at, Py_ssize_t count, int in)
     for (i = at; run->grads != NULL && i < at + count; i++) {
         OWNED PyObject *grad = PyObject_GetAttr(run->params[i].param, st->str_grad);
         int moves = grad == NULL ? -1 : grad != Py_None;
+        const Py_ssize_t there = PyDict_GET_SIZE(run->grads);
         if (moves < 0 ||
             (moves > 0 &&
              (in ? oomkit_host_move_in(run->call, run->grads, grad, NULL)
                  : oomkit_host_move_out(run->call, run->grads, grad, &bytes)) < 0)) {
             return -1;
+        }
+        if (PyDict_GET_SIZE(run->grads) < there) { /* no copy of it is kept */
+            oomkit_host_share_give(run->call, run->params[i].bytes);
         }
     }
     return 0;
@@ -397,12 +403,17 @@ parts_give_up(parts_run *run, Py_ssize_t count)
 }
 
 /* The state of all goes to the host, where that may be; then all gradients. 1, 0 where
- * nothing is left to go, or -1. */
+ * nothing is left to go, or -1.
+ *
+ * The host has to have room for it twice, and for the parameters that are left: in each
+ * later update a part's state is copied out anew, beside what there is to go back to.
+ */
 static int
 parts_to_host(parts_run *run)
 {
     oomkit_call *call = run->call;
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, kept = 0;
+    Py_ssize_t i;
 
     if (run->grads != NULL || !oomkit_rung_allowed(call, OOMKIT_RUNG_STATE)) {
         return 0;
@@ -411,9 +422,16 @@ parts_to_host(parts_run *run)
         run->grads = PyDict_New();
         return run->grads == NULL || grads_move(run, 0, run->count, 0) < 0 ? -1 : 1;
     }
-    if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
+    for (i = run->at + 1; i < run->count; i++) {
+        kept += run->params[i].all_bytes;
+    }
+    if (!oomkit_host_share_take(call, kept + 2 * run->makes)) {
+        return 0;
+    }
+    if (oomkit_host_all(call, oomkit_host_share_left(call) / 2, &bytes) < 0) {
         return -1;
     }
+    oomkit_host_share_give(call, kept + run->makes);
     run->hosted = Py_XNewRef(oomkit_hosted_make(call, run->optimizer));
     return run->hosted == NULL ||
                    oomkit_rung_used(call, OOMKIT_RUNG_STATE, "in an update") < 0
@@ -510,6 +528,10 @@ part_failed(parts_run *run, Py_ssize_t at, Py_ssize_t count, int *again)
     }
     if (status == 0) {
         status = part_becomes(run, at, count, again);
+        if (status == 0 && oomkit_host_share_is_short(call)) {
+            oomkit_exception_discard(call->st, exception);
+            return oomkit_host_share_refuse(call, run->optimizer);
+        }
         call->tries.update_smaller |= status > 0 && !run->repeats;
         if (status == 0 || (status > 0 && !run->repeats)) {
             oomkit_exception_give(exception);
@@ -532,13 +554,14 @@ parts_all(parts_run *run)
 
     while (at < run->count) {
         Py_ssize_t count = part_count(run, at);
+        run->at = at;
         if (part_run(run, at, count) == 0) {
             at += count;
             again = 0;
             continue;
         }
         if (oomkit_update_failed_shared(run->call, run->optimizer) ||
-            !oomkit_exception_is_oom(run->call->st) ||
+            !oomkit_exception_is_oom(run->call->st) || run->call->refused.raised ||
             part_failed(run, at, count, &again) < 0) {
             return parts_give_up(run, at + count);
         }
@@ -608,6 +631,7 @@ parts_plan(parts_run *run)
         bytes += run->params[i].bytes;
         largest = run->params[i].bytes > largest ? run->params[i].bytes : largest;
     }
+    run->makes = f.state;
     if (run->hosted != NULL) {
         hosted = oomkit_host_bytes(run->call);
     }
@@ -788,11 +812,28 @@ parts_host_copy(PyObject *capsule, PyObject *tensor)
 {
     parts_run *run = PyCapsule_GetPointer(capsule, capsule_name);
 
-    return run == NULL ? NULL : oomkit_host_copy_pinned(run->call->st, tensor);
+    oomkit_tensor_facts facts;
+
+    if (run == NULL || oomkit_tensor_facts_get(run->call->st, tensor, 0, &facts) < 0 ||
+        (!oomkit_host_share_take(run->call, facts.bytes) &&
+         oomkit_host_share_refuse(run->call, run->optimizer) < 0)) {
+        return NULL;
+    }
+    return oomkit_host_copy_pinned(run->call->st, tensor);
 }
 
 static PyMethodDef host_copy_method = {"host_copy", parts_host_copy, METH_O, NULL};
 static PyMethodDef parts_method = {"step", parts_function, METH_VARARGS, NULL};
+
+/* Half of what the host has, with state that is there already. */
+static uint64_t
+host_share(oomkit_call *call)
+{
+    const uint64_t spare = oomkit_host_spare(call->st);
+    const uint64_t taken = oomkit_host_bytes(call) / 2;
+
+    return spare == OOMKIT_UNKNOWN ? spare : spare > taken ? spare - taken : 0;
+}
 
 PyObject *
 oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
@@ -815,6 +856,7 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
     if (step == Py_None) {
         return Py_NewRef(Py_NotImplemented);
     }
+    oomkit_host_share_begin(call, host_share(call));
     run.hosted =
         step == NULL ? NULL : Py_XNewRef(oomkit_hosted_of(call->st, optimizer));
     if (step != NULL && !PyErr_Occurred() &&
@@ -840,6 +882,7 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
     if (capsule != NULL && PyCapsule_SetName(capsule, capsule_ended) < 0) {
         Py_CLEAR(result);
     }
+    oomkit_host_share_end(call);
     parts_end(&run);
     return result;
 }

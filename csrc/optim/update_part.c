@@ -3,6 +3,7 @@
  * copies stand beside them. */
 #include "update_part.h"
 #include "optim.h"
+#include "../call/call.h"
 #include "../device/device.h"
 #include "../py/tensor.h"
 
@@ -111,6 +112,69 @@ oomkit_part_list(oomkit_call *call, int index, oomkit_part_param **list,
     return places == NULL ? -1 : 0;
 }
 
+/* --- host memory for copies --- */
+
+void
+oomkit_host_share_begin(oomkit_call *call, uint64_t bytes)
+{
+    call->updating.host = (oomkit_host_share){
+        .limited = bytes != OOMKIT_UNKNOWN, .short_of = 0, .left = bytes};
+}
+
+void
+oomkit_host_share_end(oomkit_call *call)
+{
+    call->updating.host.limited = 0;
+}
+
+/* What copies of so many bytes take: torch rounds pinned memory up to a power of two.
+ */
+static uint64_t
+share_of(const oomkit_call *call, uint64_t bytes)
+{
+    return call->device.type == OOMKIT_DEVICE_CUDA ? 2 * bytes : bytes;
+}
+
+int
+oomkit_host_share_take(oomkit_call *call, uint64_t bytes)
+{
+    oomkit_host_share *host = &call->updating.host;
+    const uint64_t share = share_of(call, bytes);
+
+    if (!host->limited) {
+        return 1;
+    }
+    if (share > host->left) {
+        host->short_of = 1;
+        return 0;
+    }
+    host->left -= share;
+    return 1;
+}
+
+void
+oomkit_host_share_give(oomkit_call *call, uint64_t bytes)
+{
+    call->updating.host.left += call->updating.host.limited ? share_of(call, bytes) : 0;
+}
+
+int
+oomkit_host_share_refuse(oomkit_call *call, PyObject *optimizer)
+{
+    char left[32];
+
+    call->refused.raised = 1;
+    return oomkit_give_up_for(
+        call,
+        PyUnicode_FromFormat(
+            "%s.step() goes in parts, and the host has no room for the copies that "
+            "takes (at most half of its free memory is used, of which %s are left): "
+            "nothing was updated; give the process more host memory, or the step a "
+            "larger budget" SEE("out-of-memory"),
+            Py_TYPE(optimizer)->tp_name,
+            oomkit_format_bytes(oomkit_host_share_left(call), left)));
+}
+
 /* --- before and after --- */
 
 static int
@@ -125,14 +189,20 @@ value_keep(oomkit_call *call, int index, Py_ssize_t at, PyObject *hosted)
 {
     oomkit_state_item *item = &call->updating.marks[index].items[at];
     PyObject **copies = call->updating.marks[index].copies, *copy;
+    oomkit_tensor_facts facts;
     int there;
 
     if (item->version == NULL || copies[at] != NULL) {
         return 0;
     }
     there = is_hosted(hosted, item->value);
-    if (there < 0) {
+    if (there < 0 ||
+        (!there && oomkit_tensor_facts_get(call->st, item->value, 0, &facts) < 0)) {
         return -1;
+    }
+    if (!there && !oomkit_host_share_take(call, facts.bytes) &&
+        !call->options->optimizer_parts) { /* who asks for copies gets them */
+        return oomkit_host_share_refuse(call, call->updating.marks[index].optimizer);
     }
     copy = there ? PyObject_CallMethodNoArgs(item->value, call->st->str_detach)
                  : oomkit_host_copy_pinned(call->st, item->value); /* owned, stolen */

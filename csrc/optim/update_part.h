@@ -34,8 +34,42 @@ oomkit_part_is_copied(const oomkit_call *call, int index)
 int
 oomkit_part_list(oomkit_call *call, int index, oomkit_part_param **list,
                  Py_ssize_t *count);
+/* --- host memory for copies --- */
+
+/* From here on copies may take so many bytes; OOMKIT_UNKNOWN: as many as they do. */
+void
+oomkit_host_share_begin(oomkit_call *call, uint64_t bytes);
+/* They may take what they need again. */
+void
+oomkit_host_share_end(oomkit_call *call);
+/* Is there so much left? Then it is taken. 1, or 0 and is noted. */
+int
+oomkit_host_share_take(oomkit_call *call, uint64_t bytes);
+/* A copy of so many bytes is gone. */
+void
+oomkit_host_share_give(oomkit_call *call, uint64_t bytes);
+/* Was something not copied for want of it? */
+static inline int
+oomkit_host_share_is_short(const oomkit_call *call)
+{
+    return call->updating.host.short_of;
+}
+/* Bytes left; OOMKIT_UNKNOWN. */
+static inline uint64_t
+oomkit_host_share_left(const oomkit_call *call)
+{
+    return call->updating.host.limited ? call->updating.host.left : OOMKIT_UNKNOWN;
+}
+/* An update needs more: oomkit.OutOfMemory, which no smaller batch helps against. -1.
+ */
+int
+oomkit_host_share_refuse(oomkit_call *call, PyObject *optimizer);
+
+/* --- copies --- */
+
 /* Host copies of one parameter and its state; of state that is in `hosted` (dict of
- * address to tensor, or NULL) the memory itself. 0 or -1. */
+ * address to tensor, or NULL) the memory itself. 0 or -1, also where the host has no
+ * room for them. */
 int
 oomkit_part_keep(oomkit_call *call, int index, const oomkit_part_param *param,
                  PyObject *hosted);

@@ -29,6 +29,7 @@ OWNER = {
     "oomkit_param_slots": "undo",
     "oomkit_owner_marks": "optim",
     "oomkit_updating": "optim",
+    "oomkit_host_share": "optim",
     "oomkit_optimizer_mark": "optim",
     "oomkit_state_item": "optim",
     "oomkit_scheduled": "optim",

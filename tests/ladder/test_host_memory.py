@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import oomkit
+from ladder.test_host_state import PARAMS, Program, room, same
 from oomkit._ladder import host
 
 MIB = 2**20
@@ -125,3 +131,84 @@ def test_pinned_memory_that_torch_keeps_is_to_be_had(
     monkeypatch.setattr(torch._C, "_host_emptyCache", empty, raising=False)
     assert host.available() == expected * MIB
     assert len(given_back) == (kept > 50)
+
+
+# --- what an update in parts takes of it ---
+
+
+class Machine:
+    """A machine of which oomkit's copies are all that is taken: half of it may be."""
+
+    def __init__(self, bytes_: int) -> None:
+        self.bytes, self.peak = bytes_, 0
+        self._copies: list[tuple[StorageWeakRef, int]] = []
+        self._clone = torch.Tensor.clone
+
+    def taken(self) -> int:
+        self._copies = [copy for copy in self._copies if not copy[0].expired()]
+        return sum(size for _, size in self._copies)
+
+    def available(self) -> int:
+        return max(self.bytes - self.taken(), 0)
+
+    def clone(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        made = self._clone(tensor, **options)
+        storage = made.untyped_storage()
+        self._copies.append((StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, self.taken())
+        return made
+
+
+@contextmanager
+def only(bytes_: int) -> Iterator[Machine]:
+    machine = Machine(bytes_)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_left", machine.available)
+        patch.setattr(
+            torch.Tensor, "clone", lambda tensor, **options: machine.clone(tensor, **options)
+        )
+        yield machine
+
+
+def goes_on(program: Program, machine: Machine, times: int, enough: int) -> list[float]:
+    """What the steps have returned that came through; one that is refused has changed nothing."""
+    found: list[float] = []
+    for _ in range(4):
+        before = program.picture()
+        try:
+            found += program.run(1)
+        except oomkit.OutOfMemory as error:
+            assert not error.committed
+            assert "the host has no room" in str(error)
+            assert same(program.picture(), before)
+            assert times < enough
+            break
+    assert machine.peak <= machine.bytes // 2
+    return found
+
+
+# Times the parameters: temporaries fit or do not; all state goes; gradients, too; rows.
+ROOMS = (5.0, 3.5, 2.8, 2.5, 2.15)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 4, 6, 8, 9, 10, 11, 12, 14, 20])
+@pytest.mark.parametrize("size", ROOMS)
+@pytest.mark.filterwarnings("ignore")
+def test_never_more_than_half_of_it_is_taken(size: float, times: int) -> None:
+    losses = Program("AdamW", ladder=()).run(4)
+    with room(size), only(times * PARAMS) as machine:
+        found = goes_on(Program("AdamW"), machine, times, enough=12)
+        assert found == losses[: len(found)]
+
+
+@pytest.mark.parametrize("times", [1, 4, 8, 16])
+@pytest.mark.filterwarnings("ignore")
+def test_nor_for_state_that_was_there_before(times: int) -> None:
+    losses = Program("AdamW", ladder=()).run(6)
+    with room(8.0):
+        program = Program("AdamW")
+        assert program.run(2) == losses[:2]
+    program.optimizer.zero_grad()
+    with room(1.2), only(times * PARAMS) as machine:
+        found = goes_on(program, machine, times, enough=16)
+        assert found == losses[2 : 2 + len(found)]

@@ -104,6 +104,22 @@ MUTANTS = [
          "test_the_first_step_that_cannot_fit_is_refused_before_anything_moves",),
     ),
     Mutant(
+        "all-of-the-host",
+        "an update in parts takes no more than half of the host's free memory",
+        "csrc/optim/update_part.c",
+        "if (share > host->left) {",
+        "if (share > UINT64_MAX / 2) {",
+        ("ladder/test_host_memory.py",),
+    ),
+    Mutant(
+        "limits-of-groups-above",
+        "a limit of a control group above the process's own holds",
+        "oomkit/_ladder/host.py",
+        "for folder in (own, *own.parents)]",
+        "for folder in (own,)]",
+        ("ladder/test_host_memory.py",),
+    ),
+    Mutant(
         "updates-begin-anew",
         "a run that goes on begins where the updates of the earlier one had climbed to",
         "csrc/ladder/update_room.c",
