@@ -106,6 +106,13 @@ hooks_judge(oomkit_call *call, int *committed)
  * with an exception) has it. 0, or -1 with SplitError (or the warning, made an error).
  */
 static int
+hooks_are_looked_for(const oomkit_call *call)
+{
+    return call->options->hooks_error ||
+           !oomkit_has_said(call->step, OOMKIT_SAID_HOOKS);
+}
+
+static int
 hooks_say(oomkit_call *call, PyObject *name)
 {
     if (name == NULL) {
@@ -119,7 +126,7 @@ hooks_say(oomkit_call *call, PyObject *name)
             "in the gradient" SEE("gradient-hooks"),
             name);
     }
-    call->step->hooks_said = 1;
+    (void)oomkit_say_once(call->step, OOMKIT_SAID_HOOKS);
     return oomkit_warn(
         call->st->OomkitWarning, 1,
         "oomkit: the batch is split, so the gradient hook of %U runs once per "
@@ -145,7 +152,7 @@ hooks_check(oomkit_call *call)
             "the step, after backward()" SEE("gradient-hooks"),
             name);
     }
-    if (state == 0 && (call->options->hooks_error || !call->step->hooks_said)) {
+    if (state == 0 && hooks_are_looked_for(call)) {
         state = hooks_on_gradients(call, &name);
     }
     return state <= 0 ? state : hooks_say(call, name);
@@ -155,7 +162,7 @@ int
 oomkit_hooks_loss(oomkit_call *call, PyObject *loss)
 {
     OWNED PyObject *name = NULL;
-    int state = call->options->hooks_error || !call->step->hooks_said
+    int state = hooks_are_looked_for(call)
                     ? oomkit_hooks_of(loss, call->st->str_backward_hooks)
                     : 0;
 

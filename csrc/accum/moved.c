@@ -228,10 +228,9 @@ moved_tell(oomkit_call *call, Py_ssize_t which)
 {
     OWNED PyObject *name = NULL;
 
-    if (call->proof != NULL || call->step->averaged_said) {
+    if (call->proof != NULL || !oomkit_say_once(call->step, OOMKIT_SAID_AVERAGED)) {
         return 0;
     }
-    call->step->averaged_said = 1;
     name = oomkit_describe_tensor(call, call->parts->params[which]);
     if (name != NULL) {
         Py_SETREF(name, PyUnicode_FromFormat("%U (and others like it)", name));

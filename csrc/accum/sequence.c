@@ -134,14 +134,14 @@ sequence_skipped(oomkit_call *call)
     } else if (!updates && step->whole.seen && !step->whole.without_update) {
         what = "update";
     }
-    if (what == NULL || step->whole.said) {
+    if (what == NULL || oomkit_has_said(step, OOMKIT_SAID_NEITHER)) {
         return 0;
     }
     recorded = PyObject_CallNoArgs(call->st->is_grad_enabled);
     if (recorded != Py_True) {
         return recorded == NULL ? -1 : 0; /* an evaluation by the same step */
     }
-    step->whole.said = 1;
+    (void)oomkit_say_once(step, OOMKIT_SAID_NEITHER);
     return oomkit_warn(
         call->st->OomkitWarning, 1,
         "oomkit: %U is split, and no micro-batch made the %s that each call with a "

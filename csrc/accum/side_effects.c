@@ -118,7 +118,8 @@ effects_begin(oomkit_call *call)
 {
     OWNED PyObject *positional = NULL, *named = NULL, *parts = NULL;
 
-    if (call->step->effects_said || call->st->watch_effects == NULL) {
+    if (oomkit_has_said(call->step, OOMKIT_SAID_EFFECTS) ||
+        call->st->watch_effects == NULL) {
         return 0;
     }
     if (oomkit_effects_arguments(call, &positional, &named) == 0) {
@@ -204,7 +205,7 @@ effects_end(oomkit_call *call)
         return -1;
     }
     Py_DECREF(effects);
-    call->step->effects_said = 1;
+    (void)oomkit_say_once(call->step, OOMKIT_SAID_EFFECTS);
     return effects_say(call, answer);
 }
 

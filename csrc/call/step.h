@@ -29,7 +29,6 @@ typedef struct oomkit_whole_calls {
     uint8_t seen;             /* there was one */
     uint8_t without_backward; /* one ran no backward */
     uint8_t without_update;   /* one stepped no optimizer */
-    uint8_t said;             /* that the micro-batches of a call did neither */
 } oomkit_whole_calls;
 
 /* Does a backward of the step begin behind an update of it? Whole calls show it. */
@@ -38,6 +37,19 @@ typedef enum oomkit_apart {
     OOMKIT_APART_NO,
     OOMKIT_APART_YES
 } oomkit_apart;
+
+/* What is said once of a step. */
+enum {
+    OOMKIT_SAID_RUNGS = (1 << 6) - 1, /* a bit for each rung of the ladder */
+    OOMKIT_SAID_FALL = 1 << 6,        /* a smaller plan, at WARNING */
+    OOMKIT_SAID_WHOLE_ONLY = 1 << 7,  /* its split was refused */
+    OOMKIT_SAID_NEITHER = 1 << 8,     /* no backward or update in a split call */
+    OOMKIT_SAID_HALF = 1 << 9,        /* fp16 with a scaler was looked for */
+    OOMKIT_SAID_HOOKS = 1 << 10,      /* hooks on gradients */
+    OOMKIT_SAID_EFFECTS = 1 << 11,    /* what it changes besides was looked at */
+    OOMKIT_SAID_AVERAGED = 1 << 12,   /* one of `averaged` */
+    OOMKIT_SAID_UNGUARDED = 1 << 13   /* of a loop: its body has no guard */
+};
 
 typedef struct oomkit_step {
     PyObject_HEAD
@@ -74,28 +86,21 @@ typedef struct oomkit_step {
     uint64_t surveyed_at;  /* in which call they were taken */
     uint64_t device_bytes; /* free and ours on the device then, or OOMKIT_UNKNOWN */
     double last_factor;    /* the same over the scaler's scale; 0 while unknown */
-    int half;       /* a returned loss was computed with fp16 somewhere on the way */
-    int least_rows; /* of a micro-batch: with fewer it has raised an error, or 0 */
-    int even_rows;  /* the same with an odd number */
-    int whole_only; /* a split was refused: whole batches while some rung has room */
-    int whole_only_said;
+    int half;        /* a returned loss was computed with fp16 somewhere on the way */
+    int least_rows;  /* of a micro-batch: with fewer it has raised an error, or 0 */
+    int even_rows;   /* the same with an odd number */
+    int whole_only;  /* a split was refused: whole batches while some rung has room */
     int single_loss; /* a returned loss of several rows had one element in dimensions:
                         2, had not: 1, 0 while unknown */
     const PyTypeObject *plain_node; /* borrowed, compared only: type of a node that made
                                        a returned loss which was no view */
-    int half_said;                  /* fp16 with a scaler was looked for and said */
-    int hooks_said;                 /* the warning about hooks on gradients was given */
-    int unguarded_said;             /* of a loop: its body has no guard */
+    unsigned said;                  /* OOMKIT_SAID_... */
     oomkit_plain_found plain;
-    int averaged_said;  /* a warning has named one of these: */
     PyObject *averaged; /* owned: dict of addresses to weak references, of parameters
                            that each micro-batch moves alike, or NULL */
     PyObject
         *alike; /* owned: dict of places to what is known of them (alike.c), or NULL */
-    int fall_said;        /* a smaller plan was told of at WARNING */
-    int effects_said;     /* what the step changes besides was looked at and said */
     PyObject *left_out;   /* owned: modules that cannot be computed twice, or NULL */
-    unsigned rungs_said;  /* bits 1 << rung: the warning was given */
     int room_for_state;   /* calls in a row that had room for state on the host */
     int seen_oom;         /* sizes may be remembered: look the signature up at entry */
     int recall;           /* the next call is to look for what an earlier run knew */
@@ -119,6 +124,22 @@ typedef struct oomkit_step {
 } oomkit_step;
 
 #define step_CAST(op) ((oomkit_step *)(op))
+
+static inline int
+oomkit_has_said(const oomkit_step *step, unsigned what)
+{
+    return (step->said & what) != 0;
+}
+
+/* 1 the first time. */
+static inline int
+oomkit_say_once(oomkit_step *step, unsigned what)
+{
+    const int first = !oomkit_has_said(step, what);
+
+    step->said |= what;
+    return first;
+}
 
 /* The step that knows about `object` (borrowed). Borrowed from `step`, or NULL with an
  * exception. As good as free for the object of the last call. */

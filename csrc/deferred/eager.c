@@ -90,7 +90,7 @@ oomkit_eager_say_half(oomkit_call *call, PyObject *roots)
     Py_ssize_t i = 0;
     int half;
 
-    call->step->half_said = 1;
+    (void)oomkit_say_once(call->step, OOMKIT_SAID_HALF);
     while (i < call->parts->owner_count &&
            call->parts->owners[i].kind != OOMKIT_OWNER_SCALER) {
         i++;

@@ -322,7 +322,7 @@ deferred_backward(oomkit_call *call, oomkit_backward *backward)
         return 0;
     }
     return (call->st->waiting != NULL && returned_inside(call, backward->roots) < 0) ||
-                   (!call->step->half_said &&
+                   (!oomkit_has_said(call->step, OOMKIT_SAID_HALF) &&
                     oomkit_eager_say_half(call, backward->roots) < 0)
                ? -1
                : 0;

@@ -174,7 +174,9 @@ oomkit_cut_say(oomkit_call *call, const oomkit_knowledge *known)
     }
     /* Who was told of the fall is told of the way back. */
     return oomkit_plan_say(
-        call, count < k && call->step->fall_said ? "warning" : "info", rows, k);
+        call,
+        count < k && oomkit_has_said(call->step, OOMKIT_SAID_FALL) ? "warning" : "info",
+        rows, k);
 }
 
 int

@@ -118,10 +118,9 @@ whole_said(oomkit_call *call)
 {
     OWNED PyObject *line = NULL;
 
-    if (call->step->whole_only_said) {
+    if (!oomkit_say_once(call->step, OOMKIT_SAID_WHOLE_ONLY)) {
         return 0;
     }
-    call->step->whole_only_said = 1;
     line = refusal_line(call, call->cut->unfit.refusal);
     return line == NULL
                ? -1

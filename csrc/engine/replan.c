@@ -213,7 +213,7 @@ oomkit_plan_say(oomkit_call *call, const char *level, int64_t old_rows,
 int
 oomkit_replan_say(oomkit_call *call, int64_t old_rows, int64_t old_count)
 {
-    call->step->fall_said = 1;
+    (void)oomkit_say_once(call->step, OOMKIT_SAID_FALL);
     if (oomkit_plan_say(call, "warning", old_rows, old_count) < 0) {
         return -1;
     }

@@ -169,7 +169,8 @@ engine_plan(oomkit_call *call)
         return -1;
     }
     if (oomkit_plan_count(&call->cut->plan) <= 1) {
-        if (call->step->fall_said && oomkit_cut_say(call, known) < 0) {
+        if (oomkit_has_said(call->step, OOMKIT_SAID_FALL) &&
+            oomkit_cut_say(call, known) < 0) {
             return -1;
         }
         return call->cut->plan.rung < OOMKIT_RUNG_ACTIVATIONS ? 0

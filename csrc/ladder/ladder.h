@@ -19,7 +19,7 @@ typedef enum oomkit_rung {
 } oomkit_rung;
 
 #define OOMKIT_RUNGS 6
-#define OOMKIT_RUNG_BIT(rung) (1u << (rung))
+#define OOMKIT_RUNG_BIT(rung) (1u << (rung)) /* also of OOMKIT_SAID_RUNGS */
 #define OOMKIT_LADDER_ALL (OOMKIT_RUNG_BIT(OOMKIT_RUNGS) - 2)
 
 /* --- rungs.c --- */

@@ -103,11 +103,10 @@ oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail)
         call->log.rung = (uint32_t)rung;
         oomkit_window_climbed(call);
     }
-    if ((call->step->rungs_said & OOMKIT_RUNG_BIT(rung)) ||
-        (rung == OOMKIT_RUNG_UPDATE && call->options->optimizer_parts)) {
-        return 0; /* said, or asked for */
+    if ((rung == OOMKIT_RUNG_UPDATE && call->options->optimizer_parts) ||
+        !oomkit_say_once(call->step, OOMKIT_RUNG_BIT(rung))) {
+        return 0; /* asked for, or said */
     }
-    call->step->rungs_said |= OOMKIT_RUNG_BIT(rung);
     return oomkit_say(call->st, "warning", "sOssss",
                       "%s needs more than smaller micro-batches: rung=%s, "
                       "%s%s%s",

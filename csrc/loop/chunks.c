@@ -384,13 +384,13 @@ part_again(oomkit_chunks *self)
 static int
 part_unguarded(oomkit_chunks *self)
 {
-    oomkit_step *site = self->site;
-
-    if (self->guards > 0 || site->unguarded_said || self->st->chunks_out != NULL ||
+    if (self->guards > 0 || self->st->chunks_out != NULL ||
         self->st->chunks_handed != self->handed) { /* one of two loops has the guard */
         return 0;
     }
-    site->unguarded_said = 1;
+    if (!oomkit_say_once(self->site, OOMKIT_SAID_UNGUARDED)) {
+        return 0;
+    }
     return oomkit_warn(
         self->st->OomkitWarning, 1,
         "%U: the body of the loop has no `with oomkit.guard():`, so an out-of-memory "

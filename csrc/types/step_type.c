@@ -197,7 +197,8 @@ step_dealloc(PyObject *op)
 {
     oomkit_step *self = step_CAST(op);
     PyTypeObject *tp = Py_TYPE(op);
-    const int climbed = self->rungs_said != 0 || self->options.optimizer_parts;
+    const int climbed =
+        oomkit_has_said(self, OOMKIT_SAID_RUNGS) || self->options.optimizer_parts;
 
     PyObject_GC_UnTrack(op);
     if (self->weakrefs != NULL) {

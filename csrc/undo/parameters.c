@@ -182,8 +182,8 @@ oomkit_param_copies_begin(oomkit_call *call)
 int
 oomkit_param_copies_take(oomkit_call *call)
 {
-    if ((call->step->effects_said && call->step->averaged == NULL &&
-         call->proof == NULL) ||
+    if ((oomkit_has_said(call->step, OOMKIT_SAID_EFFECTS) &&
+         call->step->averaged == NULL && call->proof == NULL) ||
         call->entry.copies != NULL || call->parts->param_count == 0) {
         return 0;
     }
