@@ -250,8 +250,8 @@ failed_replay_one(oomkit_callers *s, oomkit_deferred *p, PyObject *exception)
     result = oomkit_replay_prepare(call, p, &why);
     if (result == 1) {
         /* Streams and buffers belong to what ran since the call. */
-        oomkit_rng_release(call);
-        oomkit_buffers_release(call);
+        oomkit_rng_release(&call->entry);
+        oomkit_buffers_release(&call->entry);
         oomkit_plain_put(call, NULL);
         return failed_give_up(s, p, exception, why);
     }

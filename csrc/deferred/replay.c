@@ -104,7 +104,7 @@ now_buffers(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
         return -1;
     }
     if (now->buffers_used) { /* the copies at entry are another call's by now */
-        oomkit_buffers_release(call);
+        oomkit_buffers_release(&call->entry);
     }
     return 0;
 }

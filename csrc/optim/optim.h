@@ -151,17 +151,14 @@ oomkit_owners_again(oomkit_call *call);
 int
 oomkit_owners_restore(oomkit_call *call);
 void
-oomkit_owners_release(oomkit_call *call);
+oomkit_owners_release(oomkit_savepoint *savepoint);
 int
-oomkit_owners_traverse(const oomkit_call *call, visitproc visit, void *arg);
+oomkit_owners_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg);
 /* What the call has marked of them is kept in another savepoint, too; and all is as it
  * is marked there. */
 void
 oomkit_owners_share(const oomkit_call *call, oomkit_savepoint *now);
 int
 oomkit_owners_restore_now(oomkit_call *call, const oomkit_savepoint *now);
-/* Of a savepoint that goes, and is no call's. */
-void
-oomkit_owners_free(oomkit_savepoint *savepoint);
 
 #endif

@@ -299,18 +299,20 @@ oomkit_owners_restore(oomkit_call *call)
 }
 
 void
-oomkit_owners_release(oomkit_call *call)
+oomkit_owners_release(oomkit_savepoint *savepoint)
 {
-    oomkit_memo_drop(&call->entry.owners.scalers);
-    oomkit_memo_drop(&call->entry.owners.copied);
-    oomkit_memo_drop(&call->entry.owners.user);
-    call->entry.owners.failed_step = NULL;
-    oomkit_memo_drop(&call->entry.owners.attributes);
-    oomkit_memo_drop(&call->entry.owners.groups_after);
-    oomkit_memo_drop(&call->entry.owners.groups_end);
-    oomkit_memo_drop(&call->entry.owners.groups_made);
-    oomkit_memo_drop(&call->entry.owners.epochs);
-    oomkit_memo_drop(&call->entry.owners.scales);
+    oomkit_owner_marks *marks = &savepoint->owners;
+
+    oomkit_memo_drop(&marks->scalers);
+    oomkit_memo_drop(&marks->copied);
+    oomkit_memo_drop(&marks->user);
+    marks->failed_step = NULL;
+    oomkit_memo_drop(&marks->attributes);
+    oomkit_memo_drop(&marks->groups_after);
+    oomkit_memo_drop(&marks->groups_end);
+    oomkit_memo_drop(&marks->groups_made);
+    oomkit_memo_drop(&marks->epochs);
+    oomkit_memo_drop(&marks->scales);
 }
 
 void
@@ -327,17 +329,11 @@ oomkit_owners_restore_now(oomkit_call *call, const oomkit_savepoint *now)
     return oomkit_owners_restore(call);
 }
 
-void
-oomkit_owners_free(oomkit_savepoint *savepoint)
-{
-    oomkit_memo_drop(&savepoint->owners.user);
-}
-
 int
-oomkit_owners_traverse(const oomkit_call *call, visitproc visit, void *arg)
+oomkit_owners_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
 {
-    int seen = oomkit_memo_visit(call->entry.owners.user, visit, arg);
+    int seen = oomkit_memo_visit(savepoint->owners.user, visit, arg);
 
     return seen != 0 ? seen
-                     : oomkit_memo_visit(call->entry.owners.attributes, visit, arg);
+                     : oomkit_memo_visit(savepoint->owners.attributes, visit, arg);
 }

@@ -4,8 +4,8 @@
 #include "../call/call.h"
 #include "../loop/parts_join.h"
 #include "../plain/plain_state.h"
-#include "../optim/optim.h"
 #include "../result/result.h"
+#include "../undo/undo.h"
 
 #include <stddef.h>
 #include <structmember.h>
@@ -169,7 +169,7 @@ chunks_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->func);
     Py_VISIT(self->site);
     i = oomkit_join_traverse(&self->join, visit, arg);
-    i = i != 0 ? i : oomkit_owners_traverse(&self->call, visit, arg);
+    i = i != 0 ? i : oomkit_savepoint_traverse(&self->call.entry, visit, arg);
     i = i != 0 ? i : oomkit_plain_site_traverse(self->plain.site, visit, arg);
     return i != 0 ? (int)i : oomkit_options_traverse(&self->options, visit, arg);
 }

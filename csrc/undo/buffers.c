@@ -571,20 +571,15 @@ oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo *
 }
 
 void
-oomkit_buffers_free(oomkit_buffers *b)
+oomkit_buffers_release(oomkit_savepoint *savepoint)
 {
+    oomkit_buffers *b = &savepoint->buffers;
+
     oomkit_memo_drop(&b->attributes);
     buffers_forget(b, 0);
     MEMORY_CLEAR(b->items);
     b->room = 0;
     b->taken = 0;
-}
-
-/* Forgets the marks of an attempt. */
-void
-oomkit_buffers_release(oomkit_call *call)
-{
-    oomkit_buffers_free(&call->entry.buffers);
 }
 
 /* --- buffers that are leaves of a graph: a codebook that requires grad, the zero that

@@ -364,7 +364,7 @@ oomkit_rng_free(oomkit_rng *rng)
 }
 
 void
-oomkit_rng_release(oomkit_call *call)
+oomkit_rng_release(oomkit_savepoint *savepoint)
 {
-    oomkit_rng_free(&call->entry.rng);
+    oomkit_rng_free(&savepoint->rng);
 }

@@ -181,50 +181,160 @@ copies_drop(oomkit_call *call)
     }
 }
 
-/* X(mark, moved, restore, drop), of which any but `restore` may be NULL. Put back in
- * this order; marked in the other one. */
-#define RESOURCES(X)                                                                   \
-    /* first: an optimizer's copies hold parameters, which are then compared */        \
-    X(NULL, NULL, update_restore, NULL)                                                \
-    X(NULL, NULL, slots_restore, NULL)                                                 \
-    /* needs no memory where their handles died with the attempt; those below do */    \
-    X(NULL, hooks_moved, hooks_restore, NULL)                                          \
-    /* before what may change versions: they stand beside them */                      \
-    X(NULL, NULL, flags_restore, NULL)                                                 \
-    X(oomkit_params_begin, NULL, oomkit_params_restore, copies_drop)                   \
-    X(NULL, NULL, extras_restore, NULL)                                                \
-    X(NULL, NULL, oomkit_savepoint_gradients, oomkit_grads_end_attempt)                \
-    X(oomkit_buffers_mark, buffers_moved, buffers_restore, oomkit_buffers_release)     \
-    X(NULL, NULL, optimizers_restore, oomkit_optimizers_release)                       \
-    X(oomkit_plain_begin, NULL, plain_restore, oomkit_plain_end_attempt)               \
-    /* after plain state: their own methods have the last word */                      \
-    X(oomkit_owners_mark, owners_moved, owners_restore, oomkit_owners_release)         \
-    /* after both: who still holds a handle has not been put back */                   \
-    X(NULL, hooks_moved, hooks_restore, NULL)                                          \
-    /* last: what is put back may draw; so it is marked first */                       \
-    X(oomkit_rng_mark, random_moved, random_restore, oomkit_rng_release)
+static void
+slots_end(oomkit_call *call)
+{
+    if (call->entry.slots.items != NULL) {
+        oomkit_param_slots_release(call);
+    }
+}
 
-#define MARK(mark, moved, restore, drop) mark,
-#define MOVED(mark, moved, restore, drop) moved,
-#define RESTORE(mark, moved, restore, drop) restore,
-#define DROP(mark, moved, restore, drop) drop,
+static void
+gradients_end(oomkit_call *call)
+{
+    oomkit_grads_release(call);
+    if (call->entry.earlier.count > 0) {
+        oomkit_earlier_grads_free(call);
+    }
+}
 
-/* By what is done, for a healthy call marks and drops alone. */
-/* At entry of an attempt: how it is, into call->entry. 0 or -1. NULL: it is marked
- * where it is about to move. */
-static int (*const marks[])(oomkit_call *) = {RESOURCES(MARK)};
-/* Between the parts of an evaluation: did it move? 1, 0 or -1. NULL: it cannot. */
-static int (*const moves[])(oomkit_call *) = {RESOURCES(MOVED)};
-/* As it was. 0; 1: it cannot be, and *message (owned) says why; -1. May be done again.
- */
-static int (*const restores[])(oomkit_call *, PyObject **) = {RESOURCES(RESTORE)};
-/* Forgets what belongs to one attempt. Keeps the exception in flight. */
-static void (*const drops[])(oomkit_call *) = {RESOURCES(DROP)};
+static void
+buffers_end(oomkit_call *call)
+{
+    if (call->entry.undone.room > 0) {
+        oomkit_undone_buffers_free(call);
+    }
+}
 
-#define COUNT (sizeof(marks) / sizeof(*marks))
+static void
+versions_release(oomkit_savepoint *savepoint)
+{
+    void *versions = NULL;
 
-#if defined(__GNUC__) && !defined(__clang__) /* a call of each that is there, no loop  \
-                                              */
+    SPARE_GIVE(versions, savepoint->versions); /* it lies behind a head */
+    PyMem_Free(versions);
+}
+
+static void
+hooks_release(oomkit_savepoint *savepoint)
+{
+    Py_CLEAR(savepoint->hooks);
+}
+
+static int
+hooks_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
+{
+    Py_VISIT(savepoint->hooks);
+    return 0;
+}
+
+static void
+flags_release(oomkit_savepoint *savepoint)
+{
+    Py_CLEAR(savepoint->flags);
+}
+
+static int
+flags_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
+{
+    Py_VISIT(savepoint->flags);
+    return 0;
+}
+
+static void
+plain_release(oomkit_savepoint *savepoint)
+{
+    oomkit_plain_free(oomkit_plain_taken_out(savepoint));
+}
+
+/* All of a resource but `restore` may be missing. Nothing that forgets touches the
+ * exception in flight. */
+typedef struct resource {
+    /* At entry of an attempt: how it is, into call->entry. 0 or -1. NULL: it is marked
+     * where it is about to move. */
+    int (*mark)(oomkit_call *);
+    /* Between the parts of an evaluation: did it move? 1, 0 or -1. NULL: it cannot. */
+    int (*moved)(oomkit_call *);
+    /* As it was. 0; 1: it cannot be, and *message (owned) says why; -1. May be done
+     * again. */
+    int (*restore)(oomkit_call *, PyObject **message);
+    /* Forgets what belongs to one attempt, or to the call, beside `release`. */
+    void (*drop)(oomkit_call *), (*end)(oomkit_call *);
+    /* Forgets what is in a savepoint, whoever's that is. Of a call: at the end of each
+     * attempt, of its notes (oomkit_savepoint_notes_end), or `drop` or `end` does. */
+    void (*release)(oomkit_savepoint *);
+    enum { WITH_ATTEMPT, WITH_NOTES, BY_ITSELF } forgotten;
+    /* The field that outlives a call whose loss is returned: of no bytes without. */
+    size_t at, bytes;
+    /* For tp_traverse, where it may lead back to whose savepoint it is. */
+    int (*visit)(const oomkit_savepoint *, visitproc, void *);
+} resource;
+
+#define OUTLIVES(field)                                                                \
+    .at = offsetof(oomkit_savepoint, field),                                           \
+    .bytes = sizeof(((oomkit_savepoint *)NULL)->field)
+
+/* Put back in this order; marked and ended in the other one. */
+static const resource resources[] = {
+    /* first: an optimizer's copies hold parameters, which are then compared */
+    {.restore = update_restore},
+    {.restore = slots_restore, .end = slots_end},
+    /* needs no memory where their handles died with the attempt; those below do */
+    {.restore = hooks_restore},
+    /* before what may change versions: they stand beside them */
+    {.restore = flags_restore,
+     .release = flags_release,
+     .forgotten = WITH_NOTES,
+     OUTLIVES(flags),
+     .visit = flags_visit},
+    {.mark = oomkit_params_begin,
+     .restore = oomkit_params_restore,
+     .drop = copies_drop,
+     .end = oomkit_params_unmark,
+     .release = versions_release,
+     .forgotten = BY_ITSELF,
+     OUTLIVES(versions)},
+    {.restore = extras_restore},
+    {.restore = oomkit_savepoint_gradients,
+     .drop = oomkit_grads_end_attempt,
+     .end = gradients_end},
+    {.mark = oomkit_buffers_mark,
+     .moved = buffers_moved,
+     .restore = buffers_restore,
+     .end = buffers_end,
+     .release = oomkit_buffers_release,
+     OUTLIVES(buffers)},
+    {.restore = optimizers_restore, .drop = oomkit_optimizers_release},
+    {.mark = oomkit_plain_begin,
+     .restore = plain_restore,
+     .drop = oomkit_plain_end_attempt,
+     .release = plain_release,
+     .forgotten = BY_ITSELF},
+    /* after plain state: their own methods have the last word */
+    {.mark = oomkit_owners_mark,
+     .moved = owners_moved,
+     .restore = owners_restore,
+     .release = oomkit_owners_release,
+     .visit = oomkit_owners_visit},
+    /* after both: who still holds a handle has not been put back */
+    {.moved = hooks_moved,
+     .restore = hooks_restore,
+     .release = hooks_release,
+     .forgotten = WITH_NOTES,
+     OUTLIVES(hooks),
+     .visit = hooks_visit},
+    /* last: what is put back may draw; so it is marked first */
+    {.mark = oomkit_rng_mark,
+     .moved = random_moved,
+     .restore = random_restore,
+     .release = oomkit_rng_release,
+     OUTLIVES(rng)},
+};
+
+#define COUNT (sizeof(resources) / sizeof(*resources))
+
+/* Where a healthy call runs: a call of each function that is there, no loop. */
+#if defined(__GNUC__) && !defined(__clang__)
 #define IN_A_ROW _Pragma("GCC unroll 16")
 #else
 #define IN_A_ROW
@@ -243,7 +353,7 @@ oomkit_savepoint_take(oomkit_call *call)
     }
     IN_A_ROW
     for (i = COUNT; i-- > 0;) {
-        if (marks[i] != NULL && marks[i](call) < 0) {
+        if (resources[i].mark != NULL && resources[i].mark(call) < 0) {
             return -1;
         }
     }
@@ -260,7 +370,7 @@ oomkit_savepoint_compare(oomkit_call *call)
     int moved = 0;
 
     for (i = 0; moved == 0 && i < COUNT; i++) {
-        moved = moves[i] == NULL ? 0 : moves[i](call);
+        moved = resources[i].moved == NULL ? 0 : resources[i].moved(call);
     }
     call->parts_moved |= moved != 0;
     return moved < 0 || oomkit_plain_begin_part(call) < 0 ? -1 : 0;
@@ -276,7 +386,7 @@ oomkit_savepoint_restore(oomkit_call *call, PyObject **message)
 
     for (i = 0; i < COUNT; i++) {
         OWNED PyObject *why = NULL;
-        int result = restores[i](call, &why);
+        int result = resources[i].restore(call, &why);
         if (result < 0) {
             return -1;
         }
@@ -288,6 +398,15 @@ oomkit_savepoint_restore(oomkit_call *call, PyObject **message)
     return refused;
 }
 
+/* What is forgotten then, of one resource. */
+static inline void
+forget(oomkit_savepoint *savepoint, size_t i, int when)
+{
+    if (resources[i].release != NULL && (int)resources[i].forgotten == when) {
+        resources[i].release(savepoint);
+    }
+}
+
 /* Forgets what belongs to one attempt; what outlives it (copies) stays. */
 void
 oomkit_savepoint_end_attempt(oomkit_call *call)
@@ -296,9 +415,10 @@ oomkit_savepoint_end_attempt(oomkit_call *call)
 
     IN_A_ROW
     for (i = 0; i < COUNT; i++) {
-        if (drops[i] != NULL) {
-            drops[i](call);
+        if (resources[i].drop != NULL) {
+            resources[i].drop(call);
         }
+        forget(&call->entry, i, WITH_ATTEMPT);
     }
     if (oomkit_call_is_cut(call)) {
         oomkit_tell_attempt_ends(call);
@@ -315,27 +435,28 @@ oomkit_savepoint_end_attempt(oomkit_call *call)
 void
 oomkit_savepoint_notes_end(oomkit_call *call)
 {
-    Py_CLEAR(call->entry.flags);
-    Py_CLEAR(call->entry.hooks);
+    size_t i;
+
+    IN_A_ROW
+    for (i = 0; i < COUNT; i++) {
+        forget(&call->entry, i, WITH_NOTES);
+    }
 }
 
 /* Ends the call: nothing of it stays behind. Keeps the exception in flight. */
 void
 oomkit_savepoint_end(oomkit_call *call)
 {
+    size_t i;
+
     oomkit_plain_keep(call, 0);
     oomkit_savepoint_end_attempt(call);
-    oomkit_grads_release(call);
     oomkit_savepoint_notes_end(call);
-    oomkit_params_unmark(call);
-    if (call->entry.slots.items != NULL) {
-        oomkit_param_slots_release(call);
-    }
-    if (call->entry.undone.room > 0) {
-        oomkit_undone_buffers_free(call);
-    }
-    if (call->entry.earlier.count > 0) {
-        oomkit_earlier_grads_free(call);
+    IN_A_ROW
+    for (i = COUNT; i-- > 0;) {
+        if (resources[i].end != NULL) {
+            resources[i].end(call);
+        }
     }
     Py_CLEAR(call->refused.hooked);
     Py_CLEAR(call->refused.split_alone);
@@ -344,48 +465,50 @@ oomkit_savepoint_end(oomkit_call *call)
 void
 oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from)
 {
-    to->rng = from->rng;
-    to->buffers = from->buffers;
-    to->versions = from->versions;
-    to->flags = from->flags;
-    to->hooks = from->hooks;
-    memset(&from->rng, 0, sizeof(from->rng));
-    memset(&from->buffers, 0, sizeof(from->buffers));
-    from->versions = NULL;
-    from->flags = NULL;
-    from->hooks = NULL;
+    size_t i;
+
+    IN_A_ROW
+    for (i = 0; i < COUNT; i++) {
+        char *place = (char *)from + resources[i].at;
+        memcpy((char *)to + resources[i].at, place, resources[i].bytes);
+        memset(place, 0, resources[i].bytes);
+    }
 }
 
 void
 oomkit_savepoint_move_back(oomkit_call *call, oomkit_savepoint *from)
 {
-    oomkit_rng_release(call);
-    oomkit_buffers_release(call);
-    oomkit_savepoint_notes_end(call);
+    size_t i;
+
+    for (i = 0; i < COUNT; i++) {
+        if (resources[i].bytes > 0) {
+            resources[i].release(&call->entry);
+        }
+    }
     oomkit_savepoint_move(&call->entry, from);
 }
 
 void
 oomkit_savepoint_free(oomkit_savepoint *savepoint)
 {
-    struct oomkit_plain *plain_marks = /* first: finalisers run below */
-        oomkit_plain_taken_out(savepoint);
-    void *versions = NULL;
+    size_t i;
 
-    SPARE_GIVE(versions, savepoint->versions);
-    oomkit_rng_free(&savepoint->rng);
-    oomkit_buffers_free(&savepoint->buffers);
-    oomkit_plain_free(plain_marks);
-    PyMem_Free(versions);
-    Py_CLEAR(savepoint->flags);
-    Py_CLEAR(savepoint->hooks);
-    oomkit_owners_free(savepoint);
+    IN_A_ROW
+    for (i = 0; i < COUNT; i++) {
+        if (resources[i].release != NULL) {
+            resources[i].release(savepoint);
+        }
+    }
 }
 
 int
 oomkit_savepoint_traverse(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
 {
-    Py_VISIT(savepoint->flags);
-    Py_VISIT(savepoint->hooks);
-    return 0;
+    size_t i;
+    int result = 0;
+
+    for (i = 0; result == 0 && i < COUNT; i++) {
+        result = resources[i].visit ? resources[i].visit(savepoint, visit, arg) : 0;
+    }
+    return result;
 }

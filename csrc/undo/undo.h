@@ -27,9 +27,7 @@ oomkit_buffers_restore(oomkit_call *call, PyObject **which);
 void
 oomkit_buffers_learn(oomkit_call *call);
 void
-oomkit_buffers_release(oomkit_call *call);
-void
-oomkit_buffers_free(oomkit_buffers *buffers);
+oomkit_buffers_release(oomkit_savepoint *savepoint);
 /* Those of `tensors` (a tuple) have values now that they are to go back to. 0 or -1. */
 int
 oomkit_buffers_take_again(oomkit_call *call, PyObject *tensors);
@@ -246,7 +244,7 @@ oomkit_rng_restore_now(oomkit_call *call, const oomkit_savepoint *now);
 void
 oomkit_rng_free(oomkit_rng *rng);
 void
-oomkit_rng_release(oomkit_call *call);
+oomkit_rng_release(oomkit_savepoint *savepoint);
 
 /* --- random_objects.c --- */
 /* Random generators of the site; torch.Generator objects alike. */
@@ -374,9 +372,8 @@ int
 oomkit_params_gradients_now(oomkit_call *call, const void **gradients);
 void
 oomkit_savepoint_end(oomkit_call *call);
-/* What outlives a call goes from one savepoint to another that has none of it: random
- * numbers, marks of buffers, versions of parameters, training flags. And an end of what
- * a savepoint has that is no call's. */
+/* What outlives a call goes from one savepoint to another that has none of it. And an
+ * end of what a savepoint has that is no call's. */
 void
 oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from);
 void
