@@ -65,7 +65,9 @@ typedef struct oomkit_buffers {
     oomkit_buffer *items; /* those of one module stand together */
     Py_ssize_t count, room;
     int taken; /* all that take part are among them, and nothing is put back yet */
+    int used;  /* beside a replay: by others since the call */
     oomkit_memo *attributes; /* of modules, see late_modules.c; or NULL */
+    oomkit_memo *values;     /* beside a replay: tensors: host copy; or NULL */
 } oomkit_buffers;
 
 /* --- undo: undone_buffers.c --- */
@@ -88,6 +90,7 @@ typedef struct oomkit_rng {
     PyObject *random_state; /* owned, or NULL */
     PyObject *numpy_state;  /* owned, or NULL */
     oomkit_memo *streams;   /* generators of the user's: state */
+    int used;               /* beside a replay: by others since the call */
 } oomkit_rng;
 
 /* --- optim: optimizer.c --- */
@@ -326,10 +329,12 @@ typedef struct oomkit_stale {
     PyObject *where;      /* owned: the line of the first update */
 } oomkit_stale;
 
-/* train(), eval() and requires_grad at one moment. */
+/* undo: train(), eval() and requires_grad at one moment. */
 typedef struct oomkit_flags {
-    PyObject *training;     /* owned: dict as call->entry.flags, or NULL */
-    uint8_t *requires_grad; /* of each parameter, or NULL */
+    PyObject *training; /* owned: dict of address to (weak reference to a module, its
+                           training flag then), or NULL */
+    uint8_t *requires_grad; /* owned memory, of each parameter; NULL: at entry it is
+                               behind the versions */
     Py_ssize_t count;       /* of these: more may be found until the call ends */
 } oomkit_flags;
 
@@ -448,8 +453,9 @@ typedef struct oomkit_earlier_grads {
     int was_read; /* a value of one was asked for in this attempt */
 } oomkit_earlier_grads;
 
-/* undo: how everything that can go back was at entry of the attempt; a value, which
- * moves by oomkit_savepoint_move(). */
+/* undo: how everything that can go back was at entry of the attempt, or is beside a
+ * replay; a value, which moves by oomkit_savepoint_move(). The table in
+ * undo/savepoint.c says what is done with each field. */
 typedef struct oomkit_savepoint {
     oomkit_rng rng;
     oomkit_buffers buffers;    /* marks; the values are the participants' */
@@ -462,13 +468,20 @@ typedef struct oomkit_savepoint {
     uint64_t *samples;  /* while split: hashes of 64 values each, or NULL */
     oomkit_param_copies *copies; /* parameters as they were, or NULL */
     struct oomkit_plain *plain;  /* of plain: its marks, or NULL; see plain_state.h */
-    PyObject *flags; /* owned: dict of address to (weak reference to a module, its
-                           training flag at entry), or NULL */
+    oomkit_flags flags;
     PyObject *hooks; /* owned: dict of address to what hook_tables.c notes of a table of
                         hooks, or NULL */
     oomkit_undone_buffers undone; /* what outlives the attempt that has moved them */
     oomkit_earlier_grads earlier; /* this too */
 } oomkit_savepoint;
+
+/* undo: the end of a call whose loss is returned. Have others used what it has marked
+ * since? */
+typedef struct oomkit_after {
+    oomkit_rng rng;          /* for comparing alone */
+    uint32_t *buffers;       /* owned memory: versions, or NULL */
+    uint64_t buffers_serial; /* parts->buffers_serial at the marks */
+} oomkit_after;
 
 /* How the batch is cut, where the call is in it, and all that only a call needs that is
  * cut, or may be. While it is whole there is none: see oomkit_call_cut(). */

@@ -98,11 +98,9 @@ oomkit_deferred_retire(oomkit_deferred *p)
     oomkit_loss_drop(&p->value);
     oomkit_batch_release(&p->batch);
     oomkit_savepoint_free(&p->entry);
-    oomkit_rng_free(&p->after);
+    oomkit_after_free(&p->after);
     oomkit_modes_clear(&p->modes);
-    PyMem_Free(p->buffers_after);
     PyMem_Free(p->slices);
-    p->buffers_after = NULL;
     p->slices = NULL;
     p->slice_count = 0;
     oomkit_participants_release(parts);
@@ -175,23 +173,6 @@ deferred_vectorcall(PyObject *op, PyObject *const *args, size_t nargsf,
 
 /* --- made when a call ends --- */
 
-/* What the streams and the buffers are now, so that a replay can tell whether somebody
- * else has used them since. */
-static int
-deferred_after(oomkit_deferred *p, oomkit_call *call)
-{
-    oomkit_state *st = p->st;
-
-    if (oomkit_rng_marked(&p->entry) && oomkit_rng_note(call, &p->after) < 0) {
-        if (!oomkit_exception_is_oom(st)) {
-            return -1;
-        }
-        PyErr_Clear(); /* accounted for: it counts as used, which is always right */
-        oomkit_rng_free(&p->after);
-    }
-    return oomkit_buffers_versions(st, &p->entry, &p->buffers_after);
-}
-
 /* It will not be: the marks are the call's again. Takes the reference to `p`. */
 static void
 deferred_unmake(oomkit_deferred *p, oomkit_call *call)
@@ -230,9 +211,8 @@ deferred_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *
     }
     oomkit_batch_move(&p->batch, &call->batch, p->args);
     oomkit_savepoint_move(&p->entry, &call->entry);
-    p->buffers_serial = p->parts->buffers_serial;
     if (oomkit_deferred_containers(p, loss, result) < 0 ||
-        deferred_after(p, call) < 0) {
+        oomkit_after_note(call, &p->entry, &p->after) < 0) {
         deferred_unmake(p, call);
         return NULL;
     }

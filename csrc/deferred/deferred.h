@@ -39,10 +39,8 @@ typedef struct oomkit_deferred {
     oomkit_participants *parts;
     oomkit_device device;
     oomkit_batch batch;
-    oomkit_savepoint entry;  /* of the call: what a replay begins from */
-    oomkit_rng after;        /* at its end */
-    uint32_t *buffers_after; /* versions at its end, or NULL */
-    uint64_t buffers_serial; /* parts->buffers_serial at the marks */
+    oomkit_savepoint entry; /* of the call: what a replay begins from */
+    oomkit_after after;     /* at its end */
     oomkit_modes modes;
     uint64_t number, record; /* of the call, of its record */
     uint64_t serial;         /* among all that ever waited; 0 while it does not */

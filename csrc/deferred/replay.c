@@ -18,16 +18,11 @@
 #include "../sizes/call_window.h"
 #include "../undo/undo.h"
 
-/* What was there when the second half failed. */
+/* Streams, buffers and the user's objects when the second half failed. */
 typedef struct replay_now {
-    oomkit_savepoint at; /* random numbers, participants, plain state: what the call did
-                            to these counts once */
-    oomkit_flags flags;
-    oomkit_memo *buffers;       /* tensors: host copy */
-    oomkit_memo *attributes;    /* of modules: see late_modules.c */
-    int rng_used, buffers_used; /* by others since the call */
-    int finished;               /* the replay has */
-    oomkit_call *call;          /* borrowed */
+    oomkit_savepoint at;
+    int finished;      /* the replay has */
+    oomkit_call *call; /* borrowed */
 } replay_now;
 
 /* --- preparing --- */
@@ -95,93 +90,17 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_deferred *p, const char **why)
 /* --- now --- */
 
 static int
-now_buffers(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
-{
-    now->buffers_used = p->buffers_serial != p->parts->buffers_serial;
-    if (oomkit_buffers_now(call, p->buffers_after, &now->buffers, &now->buffers_used) <
-            0 ||
-        oomkit_late_modules_now(call, &now->attributes) < 0) {
-        return -1;
-    }
-    if (now->buffers_used) { /* the copies at entry are another call's by now */
-        oomkit_buffers_release(&call->entry);
-    }
-    return 0;
-}
-
-static int
-now_note(oomkit_call *call, const oomkit_deferred *p, replay_now *now)
-{
-    int moved;
-
-    memset(now, 0, sizeof(*now));
-    moved = oomkit_rng_now(call, &p->after, &now->at);
-    now->rng_used = moved != 0;
-    if (moved < 0 || now_buffers(call, p, now) < 0 ||
-        oomkit_flags_read(call, &now->flags) < 0 ||
-        oomkit_hooks_now(call, &now->at) < 0 || oomkit_owners_mark(call) < 0 ||
-        oomkit_plain_now(call, &now->at) < 0) {
-        return -1;
-    }
-    oomkit_owners_share(call, &now->at);
-    return 0;
-}
-
-static void
-now_clear(replay_now *now)
-{
-    oomkit_savepoint_free(&now->at);
-    oomkit_flags_clear(&now->flags);
-    oomkit_memo_drop(&now->buffers);
-    oomkit_memo_drop(&now->attributes);
-}
-
-static int
-now_restore_buffers(const oomkit_state *st, oomkit_memo *buffers)
-{
-    EACH_MEMO (buffer, buffers) {
-        OWNED PyObject *done =
-            PyObject_CallMethodOneArg(buffer.object, st->str_copy, buffer.saved);
-        if (done == NULL) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
 now_restore_once(void *argument)
 {
-    replay_now *now = argument;
-    oomkit_call *call = now->call;
-    oomkit_state *st = call->st;
-    int result = 0, finished = now->finished, mode = oomkit_grad_mode_off(st);
+    const replay_now *now = argument;
+    oomkit_state *st = now->call->st;
+    int result = -1, mode = oomkit_grad_mode_off(st);
 
     if (mode < 0) {
         return -1;
     }
     EXEMPT (st) {
-        if (now->rng_used || !finished) {
-            result = oomkit_rng_restore_now(call, &now->at);
-        }
-        if (result == 0 && (now->buffers_used || !finished)) {
-            result = now_restore_buffers(st, now->buffers);
-        }
-        if (result == 0) {
-            result = oomkit_late_modules_put(now->attributes);
-        }
-        if (result == 0) {
-            result = oomkit_flags_write(call, &now->flags);
-        }
-        if (result == 0) {
-            result = oomkit_owners_restore_now(call, &now->at);
-        }
-        if (result == 0) {
-            result = oomkit_plain_restore_now(call, &now->at);
-        }
-        if (result == 0) {
-            result = oomkit_hooks_restore_now(call, &now->at);
-        }
+        result = oomkit_savepoint_back(now->call, &now->at, now->finished);
     }
     return oomkit_grad_mode_back(st, mode, result);
 }
@@ -327,10 +246,10 @@ oomkit_replay_run(oomkit_call *call, oomkit_deferred *p, PyObject *inputs,
     int result, drawn = oomkit_rng_drawn(call, &p->after);
 
     memset(&now, 0, sizeof(now));
-    if (drawn < 0 || now_note(call, p, &now) < 0 ||
+    if (drawn < 0 || oomkit_savepoint_now(call, &p->after, &now.at) < 0 ||
         oomkit_modes_enter(st, &p->modes, &stack) < 0) {
         Py_XDECREF(exception);
-        now_clear(&now);
+        oomkit_savepoint_free(&now.at);
         return -1;
     }
     if (oomkit_modes_entry(call) < 0) {
@@ -341,7 +260,7 @@ oomkit_replay_run(oomkit_call *call, oomkit_deferred *p, PyObject *inputs,
     result = replay_inside(call, p, exception, drawn);
     result =
         replay_leave(call, &now, &stack, result < 0 ? oomkit_exception_take() : NULL);
-    now_clear(&now);
+    oomkit_savepoint_free(&now.at);
     return result;
 }
 

@@ -154,11 +154,11 @@ void
 oomkit_owners_release(oomkit_savepoint *savepoint);
 int
 oomkit_owners_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg);
-/* What the call has marked of them is kept in another savepoint, too; and all is as it
- * is marked there. */
-void
-oomkit_owners_share(const oomkit_call *call, oomkit_savepoint *now);
+/* Beside a replay (undo/savepoint.c): what is marked there is marked in the call, too,
+ * for what it has done to them counts once. */
 int
-oomkit_owners_restore_now(oomkit_call *call, const oomkit_savepoint *now);
+oomkit_owners_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now);
+int
+oomkit_owners_back(oomkit_call *call, const oomkit_savepoint *now, int finished);
 
 #endif

@@ -315,14 +315,20 @@ oomkit_owners_release(oomkit_savepoint *savepoint)
     oomkit_memo_drop(&marks->scales);
 }
 
-void
-oomkit_owners_share(const oomkit_call *call, oomkit_savepoint *now)
+int
+oomkit_owners_now(oomkit_call *call, const oomkit_after *Py_UNUSED(after),
+                  oomkit_savepoint *now)
 {
+    if (oomkit_owners_mark(call) < 0) {
+        return -1;
+    }
     now->owners.user = oomkit_memo_hold(call->entry.owners.user);
+    return 0;
 }
 
 int
-oomkit_owners_restore_now(oomkit_call *call, const oomkit_savepoint *now)
+oomkit_owners_back(oomkit_call *call, const oomkit_savepoint *now,
+                   int Py_UNUSED(finished))
 {
     oomkit_memo_drop(&call->entry.owners.user);
     call->entry.owners.user = oomkit_memo_hold(now->owners.user);

@@ -502,8 +502,15 @@ oomkit_plain_put(oomkit_call *call, oomkit_plain *plain)
     oomkit_plain_free(before);
 }
 
+void
+oomkit_plain_release(oomkit_savepoint *savepoint)
+{
+    oomkit_plain_free(oomkit_plain_taken_out(savepoint));
+}
+
 int
-oomkit_plain_now(oomkit_call *call, oomkit_savepoint *now)
+oomkit_plain_now(oomkit_call *call, const oomkit_after *Py_UNUSED(after),
+                 oomkit_savepoint *now)
 {
     oomkit_plain_site *site =
         call->entry.plain != NULL ? call->entry.plain->site : call->given.places->site;
@@ -522,7 +529,8 @@ oomkit_plain_now(oomkit_call *call, oomkit_savepoint *now)
 }
 
 int
-oomkit_plain_restore_now(oomkit_call *call, const oomkit_savepoint *now)
+oomkit_plain_back(oomkit_call *call, const oomkit_savepoint *now,
+                  int Py_UNUSED(finished))
 {
     oomkit_plain *plain = now->plain; /* borrowed */
 

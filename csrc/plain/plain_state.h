@@ -224,18 +224,20 @@ oomkit_plain_taken_out(oomkit_savepoint *savepoint)
     savepoint->plain = NULL;
     return plain;
 }
-/* Of no call any more. */
+/* Of no call any more; of no savepoint. */
 void
 oomkit_plain_free(struct oomkit_plain *plain);
+void
+oomkit_plain_release(oomkit_savepoint *savepoint);
 /* One that is empty. */
 void
 oomkit_plain_drop(struct oomkit_plain *plain);
-/* Marks of the present state into a savepoint, whatever it costs; and back to them. 0
- * or -1. */
+/* Beside a replay (undo/savepoint.c): marks of the present state, whatever they cost.
+ */
 int
-oomkit_plain_now(oomkit_call *call, oomkit_savepoint *now);
+oomkit_plain_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now);
 int
-oomkit_plain_restore_now(oomkit_call *call, const oomkit_savepoint *now);
+oomkit_plain_back(oomkit_call *call, const oomkit_savepoint *now, int finished);
 
 void
 oomkit_plain_site_release(oomkit_plain_site *site);

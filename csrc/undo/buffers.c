@@ -552,22 +552,42 @@ oomkit_buffers_versions(oomkit_state *st, const oomkit_savepoint *savepoint,
 }
 
 int
-oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo **copies,
-                   int *used)
+oomkit_buffers_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now)
 {
     const oomkit_buffers *b = &call->entry.buffers;
     Py_ssize_t i;
 
+    now->buffers.used = after->buffers_serial != call->parts->buffers_serial;
     for (i = 0; i < b->count; i++) {
         PyObject *tensor = b->items[i].tensor; /* borrowed */
         uint32_t version;
         if (oomkit_tensor_version(call->st, tensor, &version) < 0 ||
-            oomkit_memo_add(copies, tensor, oomkit_host_copy(call->st, tensor)) < 0) {
+            oomkit_memo_add(&now->buffers.values, tensor,
+                            oomkit_host_copy(call->st, tensor)) < 0) {
             return -1;
         }
-        *used |= after == NULL || version != after[i];
+        now->buffers.used |= after->buffers == NULL || version != after->buffers[i];
+    }
+    if (oomkit_late_modules_now(b->attributes, &now->buffers.attributes) < 0) {
+        return -1;
+    }
+    if (now->buffers.used) { /* the copies at entry are another call's by now */
+        oomkit_buffers_release(&call->entry);
     }
     return 0;
+}
+
+int
+oomkit_buffers_back(oomkit_call *call, const oomkit_savepoint *now, int finished)
+{
+    EACH_MEMO (buffer, now->buffers.used || !finished ? now->buffers.values : NULL) {
+        OWNED PyObject *done =
+            PyObject_CallMethodOneArg(buffer.object, call->st->str_copy, buffer.saved);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    return oomkit_late_modules_put(now->buffers.attributes);
 }
 
 void
@@ -576,6 +596,7 @@ oomkit_buffers_release(oomkit_savepoint *savepoint)
     oomkit_buffers *b = &savepoint->buffers;
 
     oomkit_memo_drop(&b->attributes);
+    oomkit_memo_drop(&b->values);
     buffers_forget(b, 0);
     MEMORY_CLEAR(b->items);
     b->room = 0;

@@ -28,11 +28,13 @@ oomkit_flags_note(oomkit_state *st, PyObject *module)
     if (call == NULL) {
         return 0;
     }
-    if (call->entry.flags == NULL && (call->entry.flags = PyDict_New()) == NULL) {
+    if (call->entry.flags.training == NULL &&
+        (call->entry.flags.training = PyDict_New()) == NULL) {
         return -1;
     }
     address = PyLong_FromVoidPtr(module);
-    known = address ? PyDict_GetItemWithError(call->entry.flags, address) : NULL;
+    known =
+        address ? PyDict_GetItemWithError(call->entry.flags.training, address) : NULL;
     if (known != NULL) {
         OWNED PyObject *there = oomkit_reference_get(PyTuple_GET_ITEM(known, 0));
         if (there != NULL) { /* else that one is gone, and this one lies where it lay */
@@ -42,7 +44,7 @@ oomkit_flags_note(oomkit_state *st, PyObject *module)
     flag = PyErr_Occurred() ? NULL : PyObject_GetAttr(module, st->str_training);
     ref = flag ? PyWeakref_NewRef(module, NULL) : NULL;
     pair = ref ? PyTuple_Pack(2, ref, flag) : NULL;
-    return pair ? PyDict_SetItem(call->entry.flags, address, pair) : -1;
+    return pair ? PyDict_SetItem(call->entry.flags.training, address, pair) : -1;
 }
 
 /* The flag of each of these modules (a dict as above, borrowed) as it was. 0 or -1. */
@@ -73,7 +75,7 @@ flags_training(oomkit_state *st, PyObject *switches)
  * exception.
  */
 static uint8_t *
-flags_now(oomkit_state *st, const oomkit_participants *parts)
+requires_now(oomkit_state *st, const oomkit_participants *parts)
 {
     uint8_t *flags = PyMem_Malloc((size_t)parts->param_count + 1);
 
@@ -86,12 +88,12 @@ flags_now(oomkit_state *st, const oomkit_participants *parts)
     return flags;
 }
 
-/* requires_grad of every parameter as in `flags`. 0 or -1. */
+/* requires_grad of the first `n` parameters as in `flags`. 0 or -1. */
 static int
-flags_grads(oomkit_call *call, const uint8_t *flags)
+flags_grads(oomkit_call *call, const uint8_t *flags, Py_ssize_t n)
 {
-    Py_ssize_t i, n = call->parts->param_count;
-    OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
+    Py_ssize_t i;
+    OWNED_MEMORY uint8_t *now = requires_now(call->st, call->parts);
 
     for (i = 0; now != NULL && i < n; i++) {
         if (now[i] != flags[i] &&
@@ -107,13 +109,14 @@ flags_grads(oomkit_call *call, const uint8_t *flags)
 int
 oomkit_flags_restore(oomkit_call *call)
 {
-    if (call->entry.flags != NULL && flags_training(call->st, call->entry.flags) < 0) {
+    if (call->entry.flags.training != NULL &&
+        flags_training(call->st, call->entry.flags.training) < 0) {
         return -1;
     }
     if (call->entry.versions == NULL || call->parts->param_count == 0) {
         return 0;
     }
-    return flags_grads(call, oomkit_params_flags(call, 0));
+    return flags_grads(call, oomkit_params_flags(call, 0), call->parts->param_count);
 }
 
 /* --- around a replay, which begins as the call began --- */
@@ -125,7 +128,7 @@ oomkit_flags_keep(oomkit_call *call)
 {
     Py_ssize_t n = call->parts->param_count;
     OWNED PyObject *exception = PyErr_Occurred() ? oomkit_exception_take() : NULL;
-    OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
+    OWNED_MEMORY uint8_t *now = requires_now(call->st, call->parts);
 
     oomkit_savepoint_notes_end(call);
     if (now == NULL) {
@@ -143,13 +146,13 @@ oomkit_flags_keep(oomkit_call *call)
 PyObject *
 oomkit_flags_take(oomkit_call *call)
 {
-    return STEAL(call->entry.flags);
+    return STEAL(call->entry.flags.training);
 }
 
 void
 oomkit_flags_put(oomkit_call *call, PyObject *training)
 {
-    Py_XSETREF(call->entry.flags, training);
+    Py_XSETREF(call->entry.flags.training, training);
 }
 
 /* At the end of a call whose loss is returned. 0 or -1. */
@@ -173,26 +176,27 @@ oomkit_flags_frozen_since(oomkit_state *st, const oomkit_participants *parts,
     if (param_versions == NULL || n == 0) {
         return 0;
     }
-    now = flags_now(st, parts);
+    now = requires_now(st, parts);
     return now == NULL ? -1
                        : memcmp(now, (const uint8_t *)(param_versions + n) + n, n) != 0;
 }
 
 /* How everything stands now. 0 or -1. */
-int
-oomkit_flags_read(oomkit_call *call, oomkit_flags *now)
+static int
+flags_read(oomkit_call *call, oomkit_flags *now)
 {
     PyObject *key, *pair; /* borrowed from the dict */
     Py_ssize_t at = 0;
 
-    now->requires_grad = flags_now(call->st, call->parts);
+    now->training = PyDict_New(); /* first: without it there is nothing to be cleared */
+    now->requires_grad =
+        now->training == NULL ? NULL : requires_now(call->st, call->parts);
     now->count = call->parts->param_count;
-    now->training = PyDict_New();
-    if (now->requires_grad == NULL || now->training == NULL) {
+    if (now->requires_grad == NULL) {
         return -1;
     }
-    while (call->entry.flags != NULL &&
-           PyDict_Next(call->entry.flags, &at, &key, &pair)) {
+    while (call->entry.flags.training != NULL &&
+           PyDict_Next(call->entry.flags.training, &at, &key, &pair)) {
         PyObject *ref = PyTuple_GET_ITEM(pair, 0); /* borrowed */
         OWNED PyObject *module = oomkit_reference_get(ref);
         OWNED PyObject *flag = NULL, *kept = NULL;
@@ -208,31 +212,39 @@ oomkit_flags_read(oomkit_call *call, oomkit_flags *now)
     return 0;
 }
 
-/* Back to that, and lets go of it. 0 or -1. */
-int
-oomkit_flags_write(oomkit_call *call, oomkit_flags *now)
+void
+oomkit_flags_clear(oomkit_flags *flags)
 {
-    int result = 0;
-
-    if (now->training != NULL && now->requires_grad != NULL) {
-        result = flags_training(call->st, now->training) < 0 ||
-                         flags_grads(call, now->requires_grad) < 0
-                     ? -1
-                     : 0;
-    }
-    if (result == 0) { /* else it will be tried again */
-        oomkit_flags_clear(now);
-    }
-    return result;
+    Py_CLEAR(flags->training);
+    MEMORY_CLEAR(flags->requires_grad);
+    flags->count = 0;
 }
 
-void
-oomkit_flags_clear(oomkit_flags *now)
+int
+oomkit_flags_now(oomkit_call *call, const oomkit_after *Py_UNUSED(after),
+                 oomkit_savepoint *now)
 {
-    Py_CLEAR(now->training);
-    PyMem_Free(now->requires_grad);
-    now->requires_grad = NULL;
-    now->count = 0;
+    return flags_read(call, &now->flags);
+}
+
+int
+oomkit_flags_back(oomkit_call *call, const oomkit_savepoint *now,
+                  int Py_UNUSED(finished))
+{
+    const oomkit_flags *flags = &now->flags;
+    const Py_ssize_t n = call->parts->param_count;
+
+    return flags_training(call->st, flags->training) < 0
+               ? -1
+               : flags_grads(call, flags->requires_grad,
+                             flags->count < n ? flags->count : n);
+}
+
+int
+oomkit_flags_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
+{
+    Py_VISIT(savepoint->flags.training);
+    return 0;
 }
 
 /* --- what is switched once --- */
@@ -249,9 +261,9 @@ switch_of_module(const oomkit_call *call, PyObject *address, PyObject *pair, int
     OWNED PyObject *module = oomkit_reference_get(PyTuple_GET_ITEM(pair, 0));
     OWNED PyObject *now = NULL;
     OWNED PyObject *entry = /* reading `training` may run code that switches it */
-        call->entry.flags == NULL
+        call->entry.flags.training == NULL
             ? NULL
-            : Py_XNewRef(PyDict_GetItemWithError(call->entry.flags, address));
+            : Py_XNewRef(PyDict_GetItemWithError(call->entry.flags.training, address));
 
     if (module == NULL || entry == NULL || PyTuple_GET_ITEM(entry, 1) == then) {
         return PyErr_Occurred() ? -1 : 0;
@@ -272,7 +284,7 @@ static int
 switch_of_params(oomkit_call *call, const oomkit_flags *first, int fills,
                  PyObject **which)
 {
-    OWNED_MEMORY uint8_t *now = flags_now(call->st, call->parts);
+    OWNED_MEMORY uint8_t *now = requires_now(call->st, call->parts);
     const uint8_t *entry = oomkit_params_flags(call, 0);
     Py_ssize_t i;
 
@@ -327,7 +339,7 @@ switches_ask(oomkit_call *call)
     s->asked = 1;
     if (call->cut->at == 0) {
         oomkit_flags_clear(&s->computed);
-        return oomkit_flags_read(call, &s->computed);
+        return flags_read(call, &s->computed);
     }
     if (switches_lack(call, &s->computed, 0, &which) <= 0) {
         return PyErr_Occurred() ? -1 : 0;
@@ -381,10 +393,10 @@ switches_behind(oomkit_call *call, oomkit_switches *s)
     const uint8_t *entry = call->entry.versions ? oomkit_params_flags(call, 0) : NULL;
     Py_ssize_t i, at = 0;
 
-    while (s->computed.training != NULL && call->entry.flags != NULL &&
+    while (s->computed.training != NULL && call->entry.flags.training != NULL &&
            PyDict_Next(s->computed.training, &at, &address, &pair)) {
         PyObject *was = /* borrowed, as what it is compared with */
-            PyDict_GetItemWithError(call->entry.flags, address);
+            PyDict_GetItemWithError(call->entry.flags.training, address);
         if (was == NULL || PyTuple_GET_ITEM(was, 1) == PyTuple_GET_ITEM(pair, 1)) {
             continue;
         }
@@ -409,7 +421,7 @@ switches_end(oomkit_call *call, PyObject *result)
     (void)result;
     if (call->cut->at == 0) {
         oomkit_flags_clear(&s->left);
-        return oomkit_flags_read(call, &s->left) < 0 ? -1 : switches_behind(call, s);
+        return flags_read(call, &s->left) < 0 ? -1 : switches_behind(call, s);
     }
     return call->cut->at == call->cut->count - 1
                ? switches_lack(call, &s->left, 1, NULL)

@@ -347,7 +347,8 @@ oomkit_hooks_slim(oomkit_savepoint *savepoint)
 }
 
 int
-oomkit_hooks_now(oomkit_call *call, oomkit_savepoint *now)
+oomkit_hooks_now(oomkit_call *call, const oomkit_after *Py_UNUSED(after),
+                 oomkit_savepoint *now)
 {
     PyObject *address, *note; /* borrowed from the dict */
     Py_ssize_t at = 0;
@@ -376,7 +377,15 @@ oomkit_hooks_now(oomkit_call *call, oomkit_savepoint *now)
 }
 
 int
-oomkit_hooks_restore_now(oomkit_call *call, const oomkit_savepoint *now)
+oomkit_hooks_back(oomkit_call *call, const oomkit_savepoint *now,
+                  int Py_UNUSED(finished))
 {
     return oomkit_hooks_restore(call) < 0 || tables_back(now->hooks, TAKE) < 0 ? -1 : 0;
+}
+
+int
+oomkit_hooks_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
+{
+    Py_VISIT(savepoint->hooks);
+    return 0;
 }

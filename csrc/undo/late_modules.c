@@ -85,9 +85,8 @@ oomkit_late_attributes(PyObject *module)
 }
 
 int
-oomkit_late_modules_now(const oomkit_call *call, oomkit_memo **now)
+oomkit_late_modules_now(const oomkit_memo *notes, oomkit_memo **now)
 {
-    const oomkit_memo *notes = call->entry.buffers.attributes;
     Py_ssize_t i;
 
     for (i = 0; notes != NULL && i < notes->count; i++) {

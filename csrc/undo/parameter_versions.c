@@ -158,6 +158,15 @@ oomkit_params_mark(oomkit_call *call)
 }
 
 void
+oomkit_params_release(oomkit_savepoint *savepoint)
+{
+    void *versions = NULL;
+
+    SPARE_GIVE(versions, savepoint->versions); /* it lies behind a head */
+    PyMem_Free(versions);
+}
+
+void
 oomkit_params_version_is(oomkit_call *call, const PyObject *param, uint32_t version)
 {
     Py_ssize_t i;

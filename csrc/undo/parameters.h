@@ -35,5 +35,12 @@ void
 oomkit_param_copies_checked(oomkit_call *call);
 void
 oomkit_param_copies_release(oomkit_call *call);
+static inline void
+oomkit_param_copies_end(oomkit_call *call)
+{
+    if (call->entry.copies != NULL) {
+        oomkit_param_copies_release(call);
+    }
+}
 
 #endif

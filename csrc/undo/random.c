@@ -306,10 +306,10 @@ oomkit_rng_moved(oomkit_call *call)
 }
 
 int
-oomkit_rng_drawn(const oomkit_call *call, const oomkit_rng *after)
+oomkit_rng_drawn(const oomkit_call *call, const oomkit_after *end)
 {
     oomkit_state *st = call->st;
-    const oomkit_rng *before = &call->entry.rng;
+    const oomkit_rng *before = &call->entry.rng, *after = &end->rng;
     Py_ssize_t i, n = before->others == NULL ? 0 : before->others->count;
     int same = 1;
 
@@ -334,22 +334,24 @@ oomkit_rng_drawn(const oomkit_call *call, const oomkit_rng *after)
 }
 
 int
-oomkit_rng_now(oomkit_call *call, const oomkit_rng *after, oomkit_savepoint *now)
+oomkit_rng_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now)
 {
     int moved;
 
-    if (call->entry.rng.cpu_state == NULL) {
+    if (!oomkit_rng_marked(&call->entry)) {
         return 0;
     }
-    moved = rng_moved(call->st, after);
-    now->rng = (oomkit_rng){0};
-    return moved >= 0 && rng_mark(call, &now->rng) < 0 ? -1 : moved;
+    moved = rng_moved(call->st, &after->rng);
+    now->rng.used = moved != 0;
+    return moved < 0 || rng_mark(call, &now->rng) < 0 ? -1 : 0;
 }
 
 int
-oomkit_rng_restore_now(oomkit_call *call, const oomkit_savepoint *now)
+oomkit_rng_back(oomkit_call *call, const oomkit_savepoint *now, int finished)
 {
-    return oomkit_rng_marked(now) ? rng_restore(call->st, &now->rng) : 0;
+    return (now->rng.used || !finished) && oomkit_rng_marked(now)
+               ? rng_restore(call->st, &now->rng)
+               : 0;
 }
 
 void

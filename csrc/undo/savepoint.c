@@ -174,22 +174,6 @@ random_moved(oomkit_call *call)
 }
 
 static void
-copies_drop(oomkit_call *call)
-{
-    if (call->entry.copies != NULL) {
-        oomkit_param_copies_release(call);
-    }
-}
-
-static void
-slots_end(oomkit_call *call)
-{
-    if (call->entry.slots.items != NULL) {
-        oomkit_param_slots_release(call);
-    }
-}
-
-static void
 gradients_end(oomkit_call *call)
 {
     oomkit_grads_release(call);
@@ -198,57 +182,8 @@ gradients_end(oomkit_call *call)
     }
 }
 
-static void
-buffers_end(oomkit_call *call)
-{
-    if (call->entry.undone.room > 0) {
-        oomkit_undone_buffers_free(call);
-    }
-}
-
-static void
-versions_release(oomkit_savepoint *savepoint)
-{
-    void *versions = NULL;
-
-    SPARE_GIVE(versions, savepoint->versions); /* it lies behind a head */
-    PyMem_Free(versions);
-}
-
-static void
-hooks_release(oomkit_savepoint *savepoint)
-{
-    Py_CLEAR(savepoint->hooks);
-}
-
-static int
-hooks_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
-{
-    Py_VISIT(savepoint->hooks);
-    return 0;
-}
-
-static void
-flags_release(oomkit_savepoint *savepoint)
-{
-    Py_CLEAR(savepoint->flags);
-}
-
-static int
-flags_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg)
-{
-    Py_VISIT(savepoint->flags);
-    return 0;
-}
-
-static void
-plain_release(oomkit_savepoint *savepoint)
-{
-    oomkit_plain_free(oomkit_plain_taken_out(savepoint));
-}
-
-/* All of a resource but `restore` may be missing. Nothing that forgets touches the
- * exception in flight. */
+/* All of a resource but `restore` may be missing. What forgets keeps the exception in
+ * flight. */
 typedef struct resource {
     /* At entry of an attempt: how it is, into call->entry. 0 or -1. NULL: it is marked
      * where it is about to move. */
@@ -260,13 +195,19 @@ typedef struct resource {
     int (*restore)(oomkit_call *, PyObject **message);
     /* Forgets what belongs to one attempt, or to the call, beside `release`. */
     void (*drop)(oomkit_call *), (*end)(oomkit_call *);
+    /* Beside a replay, which begins as its call began: how it is now, into another
+     * savepoint. And back to that, which may be done again. 0 or -1. NULL: what the
+     * replay makes of it is what the call would have. */
+    int (*now)(oomkit_call *, const oomkit_after *, oomkit_savepoint *now);
+    int (*back)(oomkit_call *, const oomkit_savepoint *now, int finished);
     /* Forgets what is in a savepoint, whoever's that is. Of a call: at the end of each
      * attempt, of its notes (oomkit_savepoint_notes_end), or `drop` or `end` does. */
     void (*release)(oomkit_savepoint *);
     enum { WITH_ATTEMPT, WITH_NOTES, BY_ITSELF } forgotten;
-    /* The field that outlives a call whose loss is returned: of no bytes without. */
+    /* The field that outlives a call whose loss is returned; of no bytes: none. Needs
+     * `release`. */
     size_t at, bytes;
-    /* For tp_traverse, where it may lead back to whose savepoint it is. */
+    /* As tp_traverse, where it may lead back to what the savepoint is in. */
     int (*visit)(const oomkit_savepoint *, visitproc, void *);
 } resource;
 
@@ -278,20 +219,22 @@ typedef struct resource {
 static const resource resources[] = {
     /* first: an optimizer's copies hold parameters, which are then compared */
     {.restore = update_restore},
-    {.restore = slots_restore, .end = slots_end},
+    {.restore = slots_restore, .end = oomkit_param_slots_end},
     /* needs no memory where their handles died with the attempt; those below do */
     {.restore = hooks_restore},
     /* before what may change versions: they stand beside them */
     {.restore = flags_restore,
-     .release = flags_release,
+     .now = oomkit_flags_now,
+     .back = oomkit_flags_back,
+     .release = oomkit_flags_release,
      .forgotten = WITH_NOTES,
      OUTLIVES(flags),
-     .visit = flags_visit},
+     .visit = oomkit_flags_visit},
     {.mark = oomkit_params_begin,
      .restore = oomkit_params_restore,
-     .drop = copies_drop,
+     .drop = oomkit_param_copies_end,
      .end = oomkit_params_unmark,
-     .release = versions_release,
+     .release = oomkit_params_release,
      .forgotten = BY_ITSELF,
      OUTLIVES(versions)},
     {.restore = extras_restore},
@@ -301,32 +244,42 @@ static const resource resources[] = {
     {.mark = oomkit_buffers_mark,
      .moved = buffers_moved,
      .restore = buffers_restore,
-     .end = buffers_end,
+     .end = oomkit_undone_buffers_end,
+     .now = oomkit_buffers_now,
+     .back = oomkit_buffers_back,
      .release = oomkit_buffers_release,
      OUTLIVES(buffers)},
     {.restore = optimizers_restore, .drop = oomkit_optimizers_release},
     {.mark = oomkit_plain_begin,
      .restore = plain_restore,
      .drop = oomkit_plain_end_attempt,
-     .release = plain_release,
+     .now = oomkit_plain_now,
+     .back = oomkit_plain_back,
+     .release = oomkit_plain_release,
      .forgotten = BY_ITSELF},
     /* after plain state: their own methods have the last word */
     {.mark = oomkit_owners_mark,
      .moved = owners_moved,
      .restore = owners_restore,
+     .now = oomkit_owners_now,
+     .back = oomkit_owners_back,
      .release = oomkit_owners_release,
      .visit = oomkit_owners_visit},
     /* after both: who still holds a handle has not been put back */
     {.moved = hooks_moved,
      .restore = hooks_restore,
-     .release = hooks_release,
+     .now = oomkit_hooks_now,
+     .back = oomkit_hooks_back,
+     .release = oomkit_hooks_release,
      .forgotten = WITH_NOTES,
      OUTLIVES(hooks),
-     .visit = hooks_visit},
+     .visit = oomkit_hooks_visit},
     /* last: what is put back may draw; so it is marked first */
     {.mark = oomkit_rng_mark,
      .moved = random_moved,
      .restore = random_restore,
+     .now = oomkit_rng_now,
+     .back = oomkit_rng_back,
      .release = oomkit_rng_release,
      OUTLIVES(rng)},
 };
@@ -460,6 +413,66 @@ oomkit_savepoint_end(oomkit_call *call)
     }
     Py_CLEAR(call->refused.hooked);
     Py_CLEAR(call->refused.split_alone);
+}
+
+/* --- others --- */
+
+int
+oomkit_savepoint_now(oomkit_call *call, const oomkit_after *after,
+                     oomkit_savepoint *now)
+{
+    size_t i;
+
+    for (i = COUNT; i-- > 0;) {
+        if (resources[i].now != NULL && resources[i].now(call, after, now) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_savepoint_back(oomkit_call *call, const oomkit_savepoint *now, int finished)
+{
+    OWNED PyObject *error = NULL;
+    size_t i;
+
+    for (i = 0; i < COUNT; i++) {
+        if (resources[i].back == NULL || resources[i].back(call, now, finished) == 0) {
+            continue;
+        }
+        if (error == NULL) { /* what comes behind it goes back all the same */
+            error = oomkit_exception_take();
+        } else {
+            oomkit_error_beside(call->st, call->given.func);
+        }
+    }
+    if (error == NULL) {
+        return 0;
+    }
+    oomkit_exception_give(STEAL(error));
+    return -1;
+}
+
+int
+oomkit_after_note(oomkit_call *call, const oomkit_savepoint *entry, oomkit_after *after)
+{
+    after->buffers_serial = call->parts->buffers_serial;
+    if (oomkit_rng_marked(entry) && oomkit_rng_note(call, &after->rng) < 0) {
+        if (!oomkit_exception_is_oom(call->st)) {
+            return -1;
+        }
+        PyErr_Clear(); /* accounted for: it counts as used, which is always right */
+        oomkit_rng_free(&after->rng);
+    }
+    return oomkit_buffers_versions(call->st, entry, &after->buffers);
+}
+
+void
+oomkit_after_free(oomkit_after *after)
+{
+    oomkit_rng_free(&after->rng);
+    MEMORY_CLEAR(after->buffers);
 }
 
 void

@@ -36,11 +36,12 @@ oomkit_buffers_take_again(oomkit_call *call, PyObject *tensors);
 int
 oomkit_buffers_versions(oomkit_state *st, const oomkit_savepoint *savepoint,
                         uint32_t **versions);
-/* Values of those of the call: *copies gets the host copy of each. *used is set where a
- * version is not that in `after` (borrowed), or there are none. 0 or -1. */
+/* Beside a replay (savepoint.c): values of those that the call has marked. Where others
+ * have used them it marks them anew. */
 int
-oomkit_buffers_now(const oomkit_call *call, const uint32_t *after, oomkit_memo **copies,
-                   int *used);
+oomkit_buffers_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now);
+int
+oomkit_buffers_back(oomkit_call *call, const oomkit_savepoint *now, int finished);
 
 /* A buffer has been marked. 0 or -1. */
 int
@@ -62,10 +63,10 @@ oomkit_buffers_bare_again(oomkit_call *call, PyObject *tensor);
  * what is not plain Ellipsis. New dict or NULL. */
 PyObject *
 oomkit_late_attributes(PyObject *module);
-/* Those of all modules that came late in this call, as they are now; and they are put
- * back, which can be done again. 0 or -1. */
+/* Those of all modules that came late in a call (its notes), as they are now; and they
+ * are put back, which can be done again. 0 or -1. */
 int
-oomkit_late_modules_now(const oomkit_call *call, oomkit_memo **now);
+oomkit_late_modules_now(const oomkit_memo *notes, oomkit_memo **now);
 int
 oomkit_late_modules_put(oomkit_memo *notes);
 
@@ -83,6 +84,13 @@ static inline int
 oomkit_undone_buffers_check(oomkit_call *call)
 {
     return call->entry.undone.count == 0 ? 0 : oomkit_undone_buffers_compare(call);
+}
+static inline void
+oomkit_undone_buffers_end(oomkit_call *call)
+{
+    if (call->entry.undone.room > 0) {
+        oomkit_undone_buffers_free(call);
+    }
 }
 
 /* --- flags.c --- */
@@ -108,12 +116,22 @@ PyObject *
 oomkit_flags_take(oomkit_call *call);
 void
 oomkit_flags_put(oomkit_call *call, PyObject *training);
+/* Beside a replay (savepoint.c). */
 int
-oomkit_flags_read(oomkit_call *call, oomkit_flags *now);
+oomkit_flags_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now);
 int
-oomkit_flags_write(oomkit_call *call, oomkit_flags *now);
+oomkit_flags_back(oomkit_call *call, const oomkit_savepoint *now, int finished);
 void
-oomkit_flags_clear(oomkit_flags *now);
+oomkit_flags_clear(oomkit_flags *flags);
+static inline void
+oomkit_flags_release(oomkit_savepoint *savepoint)
+{
+    if (savepoint->flags.training != NULL) {
+        oomkit_flags_clear(&savepoint->flags);
+    }
+}
+int
+oomkit_flags_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg);
 
 /* --- gradients.c --- */
 /* Restore: 0 restored; 1 refused, *why tells (static text); -1 error. */
@@ -196,11 +214,18 @@ oomkit_hooks_restore(oomkit_call *call);
  * hook may lead to the loss. 0 or -1. */
 int
 oomkit_hooks_slim(oomkit_savepoint *savepoint);
-/* The tables as they stand, and back to that. 0 or -1. */
+/* Beside a replay (savepoint.c). */
 int
-oomkit_hooks_now(oomkit_call *call, oomkit_savepoint *now);
+oomkit_hooks_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now);
 int
-oomkit_hooks_restore_now(oomkit_call *call, const oomkit_savepoint *now);
+oomkit_hooks_back(oomkit_call *call, const oomkit_savepoint *now, int finished);
+static inline void
+oomkit_hooks_release(oomkit_savepoint *savepoint)
+{
+    Py_CLEAR(savepoint->hooks);
+}
+int
+oomkit_hooks_visit(const oomkit_savepoint *savepoint, visitproc visit, void *arg);
 
 /* --- parameter_slots.c --- */
 int
@@ -211,6 +236,13 @@ int
 oomkit_param_slots_restore(oomkit_call *call);
 void
 oomkit_param_slots_release(oomkit_call *call);
+static inline void
+oomkit_param_slots_end(oomkit_call *call)
+{
+    if (call->entry.slots.items != NULL) {
+        oomkit_param_slots_release(call);
+    }
+}
 
 /* --- random.c --- */
 int
@@ -228,19 +260,18 @@ oomkit_rng_moved_beside(oomkit_call *call);
 /* Was something drawn between the marks of the call and `after`? 1 (also where that is
  * not known), 0 or -1. */
 int
-oomkit_rng_drawn(const oomkit_call *call, const oomkit_rng *after);
+oomkit_rng_drawn(const oomkit_call *call, const oomkit_after *after);
 /* Were the streams marked, so that they can go back? */
 static inline int
 oomkit_rng_marked(const oomkit_savepoint *savepoint)
 {
     return savepoint->rng.cpu_state != NULL;
 }
-/* Of a call that has marked them: have they moved since `after`? 1, 0 or -1. Where they
- * are now, into *now; and back to that. 0 or -1. */
+/* Beside a replay (savepoint.c), where the call has marked them. */
 int
-oomkit_rng_now(oomkit_call *call, const oomkit_rng *after, oomkit_savepoint *now);
+oomkit_rng_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now);
 int
-oomkit_rng_restore_now(oomkit_call *call, const oomkit_savepoint *now);
+oomkit_rng_back(oomkit_call *call, const oomkit_savepoint *now, int finished);
 void
 oomkit_rng_free(oomkit_rng *rng);
 void
@@ -352,6 +383,9 @@ oomkit_params_unmark(oomkit_call *call)
     }
     MEMORY_CLEAR(call->entry.samples);
 }
+/* Of a savepoint that is no call's. */
+void
+oomkit_params_release(oomkit_savepoint *savepoint);
 /* A parameter that was put back from its copy has a new version and its old value: that
  * is the version to compare with from here on. */
 void
@@ -384,5 +418,21 @@ oomkit_savepoint_traverse(const oomkit_savepoint *savepoint, visitproc visit,
 /* It goes to a call, in place of what that one has marked of it. */
 void
 oomkit_savepoint_move_back(oomkit_call *call, oomkit_savepoint *from);
+/* A second one, beside that of a replay, which begins as its call began: how everything
+ * is now that is not the replay's to move, into *now (all zero; oomkit_savepoint_free()
+ * ends it, also where this fails). `after`: the end of the call, for what nobody has
+ * used since stays where a replay that has finished leaves it. And back to that, which
+ * may be done again. 0 or -1. */
+int
+oomkit_savepoint_now(oomkit_call *call, const oomkit_after *after,
+                     oomkit_savepoint *now);
+int
+oomkit_savepoint_back(oomkit_call *call, const oomkit_savepoint *now, int finished);
+/* The end of a call whose marks have gone to the savepoint `entry`. 0 or -1. */
+int
+oomkit_after_note(oomkit_call *call, const oomkit_savepoint *entry,
+                  oomkit_after *after);
+void
+oomkit_after_free(oomkit_after *after);
 
 #endif

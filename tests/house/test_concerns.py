@@ -24,6 +24,8 @@ OWNER = {
     "oomkit_grads": "undo",
     "oomkit_savepoint": "undo",
     "oomkit_rng": "undo",
+    "oomkit_flags": "undo",
+    "oomkit_after": "undo",
     "oomkit_buffer": "undo",
     "oomkit_buffers": "undo",
     "oomkit_param_slots": "undo",

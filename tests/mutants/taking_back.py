@@ -290,7 +290,8 @@ MUTANTS = [
         "switches-stay",
         "train() and requires_grad are as at entry when an attempt begins again",
         "csrc/undo/flags.c",
-        "    if (call->entry.flags != NULL && flags_training(call->st, call->entry.flags) < 0) {",
+        "    if (call->entry.flags.training != NULL &&\n"
+        "        flags_training(call->st, call->entry.flags.training) < 0) {",
         "    if (0) {",
         ("undo/test_switches.py::test_a_replay_begins_as_the_call_began",),
     ),
@@ -411,7 +412,8 @@ MUTANTS = [
         "frozen-stays",
         "requires_grad of parameters is as at entry when an attempt begins again",
         "csrc/undo/flags.c",
-        "    return flags_grads(call, oomkit_params_flags(call, 0));\n}\n\n/* --- around",
+        "    return flags_grads(call, oomkit_params_flags(call, 0), call->parts->param_count);\n}\n"
+        "\n/* --- around",
         "    return 0;\n}\n\n/* --- around",
         ("undo/test_switches.py::test_a_replay_begins_as_the_call_began",),
     ),
