@@ -204,19 +204,18 @@ deferred_new(oomkit_call *call, oomkit_returned kind, PyObject *loss, PyObject *
     p->record = call->log.record;
     p->signature = call->shape.signature;
     if (oomkit_deferred_arguments(p, call, loss, result) < 0 ||
-        oomkit_modes_note(call, &p->modes) < 0 || oomkit_flags_note_end(call) < 0 ||
-        oomkit_hooks_slim(&call->entry) < 0) {
+        oomkit_modes_note(call, &p->modes) < 0 || oomkit_flags_note_end(call) < 0) {
         Py_DECREF(p);
         return NULL;
     }
     oomkit_batch_move(&p->batch, &call->batch, p->args);
     oomkit_savepoint_move(&p->entry, &call->entry);
     if (oomkit_deferred_containers(p, loss, result) < 0 ||
-        oomkit_after_note(call, &p->entry, &p->after) < 0) {
+        oomkit_after_note(call, &p->entry, &p->after) < 0 ||
+        oomkit_savepoint_slim(st, &p->entry) < 0) { /* last: it cannot be undone */
         deferred_unmake(p, call);
         return NULL;
     }
-    oomkit_plain_take_slim(call, &p->entry);
     return p;
 }
 

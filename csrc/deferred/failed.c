@@ -252,7 +252,7 @@ failed_replay_one(oomkit_callers *s, oomkit_deferred *p, PyObject *exception)
         /* Streams and buffers belong to what ran since the call. */
         oomkit_rng_release(&call->entry);
         oomkit_buffers_release(&call->entry);
-        oomkit_plain_put(call, NULL);
+        oomkit_plain_release(&call->entry);
         return failed_give_up(s, p, exception, why);
     }
     if (result == 0) {

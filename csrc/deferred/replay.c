@@ -77,7 +77,7 @@ oomkit_replay_prepare(oomkit_call *call, oomkit_deferred *p, const char **why)
     call->given.nargsf = p->nargsf;
     oomkit_batch_move(&call->batch, &p->batch, p->args);
     oomkit_savepoint_move(&call->entry, &p->entry);
-    if (oomkit_plain_put_slim(call, &p->entry) < 0) {
+    if (oomkit_savepoint_find_again(call) < 0) {
         return -1;
     }
     refused = prepare_check(call, p, why);

@@ -367,13 +367,15 @@ plain_new(oomkit_plain_site *site)
 
 /* An empty one stays for the next call of the site. */
 void
-oomkit_plain_free(oomkit_plain *plain)
+oomkit_plain_release(oomkit_savepoint *savepoint)
 {
+    oomkit_plain *plain = savepoint->plain;
     oomkit_plain_site *site;
 
     if (plain == NULL) {
         return;
     }
+    savepoint->plain = NULL; /* first: a finaliser that runs here must see none */
     site = plain->site;
     marks_clear(&plain->entry);
     marks_clear(&plain->part);
@@ -482,30 +484,8 @@ oomkit_plain_end_attempt(oomkit_call *call)
     }
     marks_clear(&call->entry.plain->part);
     if (!call->entry.plain->keep) {
-        oomkit_plain_free(oomkit_plain_take(call));
+        oomkit_plain_release(&call->entry);
     }
-}
-
-oomkit_plain *
-oomkit_plain_take(oomkit_call *call)
-{
-    oomkit_plain *plain = call->entry.plain;
-    call->entry.plain = NULL;
-    return plain;
-}
-
-void
-oomkit_plain_put(oomkit_call *call, oomkit_plain *plain)
-{
-    oomkit_plain *before = oomkit_plain_take(call);
-    call->entry.plain = plain;
-    oomkit_plain_free(before);
-}
-
-void
-oomkit_plain_release(oomkit_savepoint *savepoint)
-{
-    oomkit_plain_free(oomkit_plain_taken_out(savepoint));
 }
 
 int

@@ -205,28 +205,14 @@ oomkit_plain_say(oomkit_call *call);
 void
 oomkit_plain_end_attempt(oomkit_call *call);
 
-/* A call's marks taken out of it and put into it again: NULL for none. */
-struct oomkit_plain *
-oomkit_plain_take(oomkit_call *call);
-void
-oomkit_plain_put(oomkit_call *call, struct oomkit_plain *plain);
-/* The same for marks that wait for the caller's backward, as far as they may, in
- * another savepoint. 0 or -1. */
-void
-oomkit_plain_take_slim(oomkit_call *call, oomkit_savepoint *to);
+/* Marks that wait for the caller's backward let go of where they lie, and of what may
+ * lead to its loss; where they lie is looked for again once they are a call's. 0 or -1.
+ */
 int
-oomkit_plain_put_slim(oomkit_call *call, oomkit_savepoint *from);
-/* Those of a savepoint that goes. */
-static inline struct oomkit_plain *
-oomkit_plain_taken_out(oomkit_savepoint *savepoint)
-{
-    struct oomkit_plain *plain = savepoint->plain;
-    savepoint->plain = NULL;
-    return plain;
-}
-/* Of no call any more; of no savepoint. */
-void
-oomkit_plain_free(struct oomkit_plain *plain);
+oomkit_plain_slim(const oomkit_state *st, oomkit_savepoint *savepoint);
+int
+oomkit_plain_find_again(oomkit_call *call);
+/* Of a savepoint that goes, or goes on without. */
 void
 oomkit_plain_release(oomkit_savepoint *savepoint);
 /* One that is empty. */

@@ -134,20 +134,16 @@ slim(const oomkit_state *st, oomkit_plain_mark *mark)
     }
 }
 
-void
-oomkit_plain_take_slim(oomkit_call *call, oomkit_savepoint *to)
+int
+oomkit_plain_slim(const oomkit_state *st, oomkit_savepoint *savepoint)
 {
-    oomkit_plain *plain = call->entry.plain;
+    oomkit_plain *plain = savepoint->plain;
     Py_ssize_t i;
 
-    if (plain == NULL || !plain->entry.taken) {
-        to->plain = NULL;
-        return;
+    for (i = 0; plain != NULL && i < plain->entry.count; i++) {
+        slim(st, &plain->entry.items[i]);
     }
-    for (i = 0; i < plain->entry.count; i++) {
-        slim(call->st, &plain->entry.items[i]);
-    }
-    to->plain = oomkit_plain_take(call);
+    return 0;
 }
 
 static int
@@ -167,12 +163,11 @@ find_again(void *argument, Py_ssize_t node, oomkit_at *at, PyObject *Py_UNUSED(v
 }
 
 int
-oomkit_plain_put_slim(oomkit_call *call, oomkit_savepoint *from)
+oomkit_plain_find_again(oomkit_call *call)
 {
-    struct oomkit_plain *plain = oomkit_plain_taken_out(from); /* then of the call */
+    oomkit_plain *plain = call->entry.plain;
 
-    oomkit_plain_put(call, plain);
-    return plain == NULL
+    return plain == NULL || !plain->entry.taken
                ? 0
                : oomkit_plain_walk(call, plain->site, find_again, &plain->entry);
 }

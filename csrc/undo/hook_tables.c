@@ -327,7 +327,7 @@ oomkit_hooks_compare(oomkit_call *call)
 /* --- beyond the call --- */
 
 int
-oomkit_hooks_slim(oomkit_savepoint *savepoint)
+oomkit_hooks_slim(const oomkit_state *Py_UNUSED(st), oomkit_savepoint *savepoint)
 {
     OWNED PyObject *notes =
         savepoint->hooks == NULL ? NULL : PyDict_Values(savepoint->hooks);

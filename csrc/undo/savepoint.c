@@ -207,6 +207,10 @@ typedef struct resource {
     /* The field that outlives a call whose loss is returned; of no bytes: none. Needs
      * `release`. */
     size_t at, bytes;
+    /* While it waits for the caller's backward: holds nothing that may lead to the
+     * loss. And for a replay what it has let go of is looked for again. 0 or -1. */
+    int (*slim)(const oomkit_state *, oomkit_savepoint *);
+    int (*find_again)(oomkit_call *);
     /* As tp_traverse, where it may lead back to what the savepoint is in. */
     int (*visit)(const oomkit_savepoint *, visitproc, void *);
 } resource;
@@ -256,7 +260,10 @@ static const resource resources[] = {
      .now = oomkit_plain_now,
      .back = oomkit_plain_back,
      .release = oomkit_plain_release,
-     .forgotten = BY_ITSELF},
+     .forgotten = BY_ITSELF,
+     OUTLIVES(plain),
+     .slim = oomkit_plain_slim,
+     .find_again = oomkit_plain_find_again},
     /* after plain state: their own methods have the last word */
     {.mark = oomkit_owners_mark,
      .moved = owners_moved,
@@ -273,6 +280,7 @@ static const resource resources[] = {
      .release = oomkit_hooks_release,
      .forgotten = WITH_NOTES,
      OUTLIVES(hooks),
+     .slim = oomkit_hooks_slim,
      .visit = oomkit_hooks_visit},
     /* last: what is put back may draw; so it is marked first */
     {.mark = oomkit_rng_mark,
@@ -512,6 +520,33 @@ oomkit_savepoint_free(oomkit_savepoint *savepoint)
             resources[i].release(savepoint);
         }
     }
+}
+
+int
+oomkit_savepoint_slim(const oomkit_state *st, oomkit_savepoint *savepoint)
+{
+    size_t i;
+
+    IN_A_ROW
+    for (i = COUNT; i-- > 0;) {
+        if (resources[i].slim != NULL && resources[i].slim(st, savepoint) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+oomkit_savepoint_find_again(oomkit_call *call)
+{
+    size_t i;
+
+    for (i = 0; i < COUNT; i++) {
+        if (resources[i].find_again != NULL && resources[i].find_again(call) < 0) {
+            return -1;
+        }
+    }
+    return 0;
 }
 
 int

@@ -213,7 +213,7 @@ oomkit_hooks_restore(oomkit_call *call);
 /* A loss that was returned keeps which ones there were, but none alive that is gone: a
  * hook may lead to the loss. 0 or -1. */
 int
-oomkit_hooks_slim(oomkit_savepoint *savepoint);
+oomkit_hooks_slim(const oomkit_state *st, oomkit_savepoint *savepoint);
 /* Beside a replay (savepoint.c). */
 int
 oomkit_hooks_now(oomkit_call *call, const oomkit_after *after, oomkit_savepoint *now);
@@ -412,6 +412,12 @@ void
 oomkit_savepoint_move(oomkit_savepoint *to, oomkit_savepoint *from);
 void
 oomkit_savepoint_free(oomkit_savepoint *savepoint);
+/* One that waits for the caller's backward must hold nothing that may lead to the loss.
+ * Once it has moved to a call, what it has let go of is looked for again. 0 or -1. */
+int
+oomkit_savepoint_slim(const oomkit_state *st, oomkit_savepoint *savepoint);
+int
+oomkit_savepoint_find_again(oomkit_call *call);
 int
 oomkit_savepoint_traverse(const oomkit_savepoint *savepoint, visitproc visit,
                           void *arg);
