@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from zoo import SEED
 
 import oomkit
@@ -173,6 +175,80 @@ def test_streams_and_buffers_that_others_use_meanwhile() -> None:
             loss.backward()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+
+
+class Drawing:
+    """A participant whose state nothing but itself finds, and that draws when it goes back."""
+
+    def __init__(self, broken_from: int = 1000) -> None:
+        self.hidden, self.broken_from = ctypes.c_long(0), broken_from
+
+    def add(self) -> None:
+        setattr(self.hidden, "value", self.count() + 1)  # noqa: B010
+
+    def count(self) -> int:
+        return int(getattr(self.hidden, "value"))  # noqa: B009
+
+    def save(self) -> int:
+        return self.count()
+
+    def restore(self, saved: int) -> None:
+        if self.count() >= self.broken_from:
+            raise RuntimeError("broken")
+        torch.rand(1)
+        setattr(self.hidden, "value", saved)  # noqa: B010
+
+
+def _participant_of_a_replay(
+    one: Drawing,
+) -> tuple[torch.Tensor, list[torch.Tensor | None], nn.Module]:
+    """Its loss; streams and buffers, which others have used since."""
+    model, x, y = world(dropout=0.5, norm=True)
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        one.add()
+        return F.cross_entropy(model(x), y)
+
+    loss = oomkit.auto_batch(compute, participants=[one])(x, y)
+    model(x + 1)
+    torch.randn(7)
+    return loss, [torch.get_rng_state(), *(b.clone() for b in model.buffers())], model
+
+
+def test_a_participant_goes_back_before_the_streams() -> None:
+    one = Drawing()
+    loss, stands, model = _participant_of_a_replay(one)
+    with pytest.warns(oomkit.OomkitWarning, match="training mode"):
+        with inject_oom(nth=6, phase="backward") as armed:
+            loss.backward()
+    assert armed.fired == 1 and one.count() == 1
+    assert same([torch.get_rng_state(), *model.buffers()], stands)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_does_not_go_back_keeps_no_other_from_it() -> None:
+    one = Drawing(broken_from=2)
+    loss, stands, model = _participant_of_a_replay(one)
+    with pytest.warns(oomkit.OomkitWarning, match="training mode"):
+        with inject_oom(nth=6, phase="backward"), pytest.raises(RuntimeError, match="broken"):
+            loss.backward()
+    assert same([torch.get_rng_state(), *model.buffers()], stands)
+
+
+def test_modes_that_the_call_has_left_stay_where_no_replay_fits() -> None:
+    model, x, y = world()
+
+    @oomkit.auto_batch(ladder=())
+    def ends_in_eval(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.eval()
+        return loss
+
+    loss = ends_in_eval(x, y)
+    with inject_oom(nth=4, times=None, phase="backward"):
+        with pytest.raises(oomkit.OutOfMemory, match="micro-batch of 1 of 8 rows"):
+            loss.backward()
+    assert not any(module.training for module in model.modules())
 
 
 def test_the_record_has_the_peak_of_the_backward() -> None:

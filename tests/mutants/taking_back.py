@@ -296,6 +296,36 @@ MUTANTS = [
         ("undo/test_switches.py::test_a_replay_begins_as_the_call_began",),
     ),
     Mutant(
+        "replay-forgets-modes",
+        "what a call has switched stays where no replay of its returned loss fits",
+        "csrc/undo/savepoint.c",
+        "     .back = oomkit_flags_back,",
+        "     .back = NULL,",
+        (
+            "deferred/test_returned_modes.py"
+            "::test_modes_that_the_call_has_left_stay_where_no_replay_fits",
+        ),
+    ),
+    Mutant(
+        "replay-counts-twice",
+        "what a call did to participants counts once, its replay does nothing to them",
+        "csrc/undo/savepoint.c",
+        "     .back = oomkit_owners_back,",
+        "     .back = NULL,",
+        ("deferred/test_returned_modes.py::test_a_participant_goes_back_before_the_streams",),
+    ),
+    Mutant(
+        "replay-stops-going-back",
+        "one thing that does not go back beside a replay keeps no other from it",
+        "csrc/undo/savepoint.c",
+        "        if (error == NULL) { /* what comes behind it goes back all the same */",
+        "        return -1;\n        if (error == NULL) {",
+        (
+            "deferred/test_returned_modes.py"
+            "::test_one_that_does_not_go_back_keeps_no_other_from_it",
+        ),
+    ),
+    Mutant(
         "hooks-stay",
         "hooks that a failed attempt has registered are gone when it begins again",
         "csrc/undo/hook_tables.c",
