@@ -123,10 +123,32 @@ oomkit_recover_batch(oomkit_call *call)
     return 0;
 }
 
-/* The failure struck between two updates, or in one that cannot be undone. */
+/* Of a call that is committed: has a scheduler stepped and nothing else moved? Counts
+ * as no where that cannot be told. */
+static int
+recover_scheduled(oomkit_call *call)
+{
+    Py_ssize_t ignored;
+    int moved;
+
+    if (call->refused.why != NULL || call->refused.hooked != NULL ||
+        oomkit_update_of_unknown_runs(call) || oomkit_update_by_unknown(call) ||
+        !oomkit_only_scheduled(call)) {
+        return 0;
+    }
+    moved = oomkit_params_moved(call, &ignored);
+    if (moved < 0) {
+        oomkit_error_dismiss(); /* counts as moved */
+    }
+    return moved == 0;
+}
+
+/* The failure struck between two updates, in one that cannot be undone, or behind a
+ * scheduler. */
 static void
 recover_partial(oomkit_call *call)
 {
+    const int scheduled = recover_scheduled(call);
     const char *where =
         oomkit_update_of_unknown_runs(call)
             ? "inside the step() of an optimizer that was not found in its arguments, "
@@ -144,6 +166,17 @@ recover_partial(oomkit_call *call)
               "self, closure or globals, so that others may be due; pass optimizer=... "
               "to auto_batch"
             : "between the updates of two optimizers";
+
+    call->log.outcome = 2;
+    if (scheduled) {
+        oomkit_raise(call->st->PartialUpdate,
+                     "%U ran out of memory after a scheduler had stepped and before "
+                     "the update: the scheduler's step() cannot be undone; call it "
+                     "after optimizer.step(), restore a checkpoint, or pass "
+                     "optimizer_safety=\"copy\" to auto_batch" SEE("partial-update"),
+                     call->options->label);
+        return;
+    }
     oomkit_raise(
         call->st->PartialUpdate,
         "%U ran out of memory %s: the update is half done and cannot be undone; "
@@ -153,7 +186,6 @@ recover_partial(oomkit_call *call)
         oomkit_update_unfinished(call) && oomkit_updates_made(call) == 0
             ? "parts\" or \"copy"
             : "copy");
-    call->log.outcome = 2;
 }
 
 int
@@ -187,24 +219,32 @@ recover_cannot(oomkit_call *call, PyObject *exception, const char *doing)
     return oomkit_own_failed(call, doing);
 }
 
-/* Of a call that is committed: has a scheduler stepped and nothing else moved? Counts
- * as no where that cannot be told. */
+/* An update has said that there is no room for it and that nothing was updated
+ * (oomkit.OutOfMemory). Behind another update that is so once that one is taken back;
+ * where it cannot be, the call is half done. Steals `exception`; -1 always. */
 static int
-recover_scheduled(oomkit_call *call)
+recover_refused(oomkit_call *call, PyObject *exception)
 {
-    Py_ssize_t ignored;
-    int moved;
+    const int committed = oomkit_recover_committed(call);
+    PyObject *partial; /* owned, given back */
 
-    if (call->refused.why != NULL || call->refused.hooked != NULL ||
-        oomkit_update_of_unknown_runs(call) || oomkit_update_by_unknown(call) ||
-        !oomkit_only_scheduled(call)) {
-        return 0;
+    if (committed < 0) {
+        return recover_cannot(call, exception, "it was being judged what to undo");
     }
-    moved = oomkit_params_moved(call, &ignored);
-    if (moved < 0) {
-        oomkit_error_dismiss(); /* counts as moved */
+    if (committed && !call->options->optimizer_copy) {
+        oomkit_exception_clear_frames(call->st, exception, NULL);
+        recover_partial(call);
+        partial = oomkit_exception_take();
+        PyException_SetCause(partial, exception); /* steals it */
+        oomkit_exception_give(partial);
+        return -1;
     }
-    return moved == 0;
+    if (committed) {
+        oomkit_exception_give(exception);
+        oomkit_recover_undo(call);
+        exception = oomkit_exception_take();
+    }
+    return oomkit_recover_pass(call, exception);
 }
 
 /* May this OOM be retried? 0 yes; -1 with the exception to raise. Steals `exception`
@@ -215,6 +255,9 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
     OWNED PyObject *reason = NULL;
     int committed;
 
+    if (class_ == OOMKIT_CLASS_NEVER && call->refused.raised) {
+        return recover_refused(call, exception);
+    }
     if (!oomkit_oom_is_retried(class_, call->tries.ooms)) {
         return oomkit_recover_pass(call, exception);
     }
@@ -227,19 +270,9 @@ recover_judge(oomkit_call *call, oomkit_class class_, PyObject *exception)
         return 0;
     }
     oomkit_exception_discard(call->st, exception);
-    if (committed && recover_scheduled(call)) {
-        oomkit_raise(call->st->PartialUpdate,
-                     "%U ran out of memory after a scheduler had stepped and before "
-                     "the update: the scheduler's step() cannot be undone; call it "
-                     "after optimizer.step(), restore a checkpoint, or pass "
-                     "optimizer_safety=\"copy\" to auto_batch" SEE("partial-update"),
-                     call->options->label);
-        call->log.outcome = 2;
-        return -1;
-    }
     if (committed &&
-        (oomkit_update_of_unknown_runs(call) || oomkit_update_unfinished(call) ||
-         call->backward.failed ||
+        (recover_scheduled(call) || oomkit_update_of_unknown_runs(call) ||
+         oomkit_update_unfinished(call) || call->backward.failed ||
          (oomkit_updates_made(call) > 0 && oomkit_updates_are_left(call)))) {
         recover_partial(call);
         return -1;

@@ -7,17 +7,21 @@ end of the call.
 from __future__ import annotations
 
 import contextlib
+import gc
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from helpers.sample import sampled
+from helpers.seeds import seed_all
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 from zoo import World, difference, make_world, same
 
 import oomkit
+from oomkit._ladder import host
 from oomkit.testing import force_slices, inject_oom
 
 
@@ -205,6 +209,45 @@ def test_the_first_step_that_cannot_fit_is_refused_before_anything_moves() -> No
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"optimizer_safety": "copy"}], ids=["as it is", "copy"])
+@pytest.mark.parametrize("bytes_", [2**30, 0], ids=["a host with room", "a host without"])
+def test_one_that_cannot_fit_behind_another_update(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], bytes_: int
+) -> None:
+    """All of it is undone, or it is said that the first one stays: never that nothing moved."""
+    monkeypatch.setattr(host, "_left", lambda: bytes_)
+    seed_all(5)
+    first, second = torch.nn.Linear(64, 256), torch.nn.Linear(256, 256)
+    small, large = (torch.optim.AdamW(m.parameters()) for m in (first, second))
+    parameters = [*first.parameters(), *second.parameters()]
+
+    @oomkit.auto_batch(ladder=(), **options)
+    def step(x: torch.Tensor) -> None:
+        second(first(x)).sum().backward()
+        small.step()
+        large.step()
+
+    before = [p.detach().clone() for p in parameters]
+    gc.collect()  # what tests before it have left counts in the base
+    base = oomkit.memory("cpu").allocated or 0
+    with (
+        oomkit.limit_memory(base + 800_000, device="cpu"),
+        pytest.raises(oomkit.OomkitError) as caught,
+    ):
+        step(torch.randn(4, 64))
+    cause = "for its state and .* nothing was updated"
+    if bytes_ == 0 and not options:
+        assert isinstance(caught.value, oomkit.PartialUpdate)
+        assert re.search(cause, str(caught.value.__cause__))
+        assert len(small.state) == 2
+        return
+    assert isinstance(caught.value, oomkit.OutOfMemory)
+    assert re.search(cause, str(caught.value))
+    assert caught.value.committed is False
+    assert not small.state
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
 def test_a_fused_update_under_a_scaler_goes_in_parts() -> None:
     """It divides the gradients where they lie: a part that fails is not repeated by itself."""
     drawn = torch.Generator().manual_seed(0)
@@ -225,6 +268,7 @@ def test_a_fused_update_under_a_scaler_goes_in_parts() -> None:
 
         with contextlib.ExitStack() as stack:
             if budget is not None:
+                gc.collect()
                 base = oomkit.memory("cpu").allocated or 0
                 stack.enter_context(oomkit.limit_memory(base + budget, device="cpu"))
             for x in batches:
