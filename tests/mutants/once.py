@@ -329,8 +329,8 @@ MUTANTS = [
         "scheduler-counts-as-update",
         "an error before the update does not say that it was made, where a scheduler moved",
         "csrc/engine/recover.c",
-        "if (committed && recover_scheduled(call)) {",
-        "if (0) {",
+        "    if (scheduled) {",
+        "    if (scheduled && 0) {",
         ("optim/test_once_schedulers.py::"
          "test_an_error_before_the_update_does_not_say_that_it_was_made[lambda-0-forward]",),
     ),
