@@ -40,12 +40,15 @@ hold_update(oomkit_call *call, oomkit_update *update)
 {
     interceptor_object *self = update->method;
     const Py_ssize_t n = PyVectorcall_NARGS(update->nargsf);
+    const oomkit_held_arguments given = {.target = self->target,
+                                         .args = update->args,
+                                         .positional = n,
+                                         .kwnames = update->kwnames};
 
     update->held = !call->is_last;
     if (hold_refuse(self, update->args, update->nargsf, update->kwnames) < 0 ||
         (self->kind == OOMKIT_OWNER_SCHEDULER &&
-         oomkit_metrics_note(call, self->target, update->args, n, update->kwnames) <
-             0) ||
+         oomkit_tell_arguments_given(call, &given) < 0) ||
         (self->kind == OOMKIT_OWNER_OPTIMIZER &&
          oomkit_given_note(self, update->args, n, update->kwnames) < 0)) {
         return -1;

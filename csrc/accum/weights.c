@@ -332,8 +332,10 @@ oomkit_weights_of_slice(const oomkit_call *call, int64_t slice)
     return STEAL(list);
 }
 
-int
-oomkit_weights_of_ranks(oomkit_call *call)
+/* global_weight=: what the losses of this call count among those of all ranks, whose
+ * mean is taken. Runs weight= of the whole batch. 0 or -1. */
+static int
+weights_group_begins(oomkit_call *call)
 {
     OWNED_MEMORY double *items = NULL;
     Py_ssize_t groups = 0;
@@ -648,7 +650,8 @@ weights_micro_ends(oomkit_call *call, PyObject *result)
     return call->split ? weights_check(call, result) : 0;
 }
 
-const oomkit_rule oomkit_weights_rule = {.attempt_begins = oomkit_weights_set,
+const oomkit_rule oomkit_weights_rule = {.group_begins = weights_group_begins,
+                                         .attempt_begins = oomkit_weights_set,
                                          .backward_begins = weights_backward,
                                          .micro_ends = weights_micro_ends,
                                          .call_ends = weights_call_ends};

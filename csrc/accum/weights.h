@@ -19,11 +19,6 @@ oomkit_weights_set(struct oomkit_call *call);
 PyObject *
 oomkit_weights_of_slice(const struct oomkit_call *call, int64_t slice);
 
-/* global_weight=: what the losses of this call count among those of all ranks, whose
- * mean is taken. Runs weight= of the whole batch. 0 or -1. */
-int
-oomkit_weights_of_ranks(struct oomkit_call *call);
-
 /* Are the losses of the micro-batches added up as they are? */
 int
 oomkit_losses_are_sums(const struct oomkit_call *call);

@@ -92,6 +92,30 @@ oomkit_tell_leaf_at_entry(oomkit_call *call, PyObject *buffer)
 }
 
 int
+oomkit_tell_arguments_given(oomkit_call *call, const oomkit_held_arguments *arguments)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, arguments_given, call, arguments);
+}
+
+int
+oomkit_tell_arguments_settle(oomkit_call *call, oomkit_held_arguments *arguments)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, arguments_settle, call, arguments);
+}
+
+int
+oomkit_tell_gradients_cleared(oomkit_call *call, PyObject *params)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, gradients_cleared, call, params);
+}
+
+int
+oomkit_tell_group_begins(oomkit_call *call)
+{
+    OOMKIT_TELL(call->st->wiring->when_split, group_begins, call);
+}
+
+int
 oomkit_tell_before_attempt(oomkit_call *call)
 {
     OOMKIT_TELL(call->st->wiring->when_split, before_attempt, call);

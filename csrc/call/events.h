@@ -25,9 +25,23 @@ typedef struct oomkit_update {
     int held; /* it is not to be made now */
 } oomkit_update;
 
+/* Arguments of a step() of an optimizer or a scheduler that is held back until the last
+ * micro-batch. */
+typedef struct oomkit_held_arguments {
+    PyObject *target;      /* borrowed: whose step() */
+    PyObject *const *args; /* positional ones first */
+    Py_ssize_t positional;
+    PyObject *kwnames;
+    PyObject *instead; /* owned by who tells: takes the place of argument `at`, or NULL
+                        */
+    Py_ssize_t at;
+} oomkit_held_arguments;
+
 /* One concern: what it does at each event, in its own file. Each handler may be NULL.
  * 0, or -1 with an exception, which ends the micro-batch. */
 typedef struct oomkit_rule {
+    /* it is a call of a process group: before anything is marked */
+    int (*group_begins)(oomkit_call *);
     /* at entry of an attempt: a buffer (borrowed) that requires grad */
     int (*leaf_at_entry)(oomkit_call *, PyObject *buffer);
     /* slices are there, and will run as planned */
@@ -48,6 +62,13 @@ typedef struct oomkit_rule {
     /* while split, outermost: may be held back; then those that are not are made */
     int (*update_begins)(oomkit_call *, oomkit_update *);
     int (*update_runs)(oomkit_call *, const oomkit_update *);
+    /* while split: step() was called with these arguments, held back or not; and it is
+     * about to be made with them, once */
+    int (*arguments_given)(oomkit_call *, const oomkit_held_arguments *);
+    int (*arguments_settle)(oomkit_call *, oomkit_held_arguments *);
+    /* zero_grad() is about to be left out: these parameters (a list) seem to have no
+     * gradients */
+    int (*gradients_cleared)(oomkit_call *, PyObject *params);
     /* while split, outermost: it has been made */
     int (*update_ends)(oomkit_call *, const oomkit_update *);
     /* the function was left, in any way; keeps the exception in flight */
@@ -200,6 +221,14 @@ int
 oomkit_tell_update_runs(oomkit_call *call, const oomkit_update *update);
 int
 oomkit_tell_update_ends(oomkit_call *call, const oomkit_update *update);
+int
+oomkit_tell_arguments_given(oomkit_call *call, const oomkit_held_arguments *arguments);
+int
+oomkit_tell_arguments_settle(oomkit_call *call, oomkit_held_arguments *arguments);
+int
+oomkit_tell_gradients_cleared(oomkit_call *call, PyObject *params);
+int
+oomkit_tell_group_begins(oomkit_call *call);
 int
 oomkit_tell_before_attempt(oomkit_call *call);
 int

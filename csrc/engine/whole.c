@@ -233,7 +233,7 @@ engine_begin(oomkit_call *call)
         return -1;
     }
     if (oomkit_ranks_agreed(call)) { /* what was reduced is no rank's own any more */
-        if (oomkit_weights_of_ranks(call) < 0) {
+        if (oomkit_tell_group_begins(call) < 0) {
             return -1;
         }
         oomkit_grads_force_copies(call);

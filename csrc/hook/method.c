@@ -461,26 +461,29 @@ interceptor_scheduler(interceptor_object *self, PyObject *const *args, size_t na
                       PyObject *kwnames)
 {
     oomkit_call *call = self->call;
-    Py_ssize_t n = PyVectorcall_NARGS(nargsf), at = 0;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     Py_ssize_t total = n + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
-    OWNED PyObject *mean = NULL;
+    oomkit_held_arguments given = {self->target, args, n, kwnames, NULL, 0};
     PyObject *result; /* owned */
     PyObject **vector;
-    int state = 0;
 
-    if (call->split && !oomkit_update_is_nested(call)) {
-        state = oomkit_metrics_settle(call, self->target, args, n, kwnames, &mean, &at);
+    if (call->split && !oomkit_update_is_nested(call) &&
+        oomkit_tell_arguments_settle(call, &given) < 0) {
+        Py_XDECREF(given.instead);
+        return NULL;
     }
-    if (state <= 0) {
-        return state < 0 ? NULL : interceptor_other(self, args, nargsf, kwnames);
+    if (given.instead == NULL) {
+        return interceptor_other(self, args, nargsf, kwnames);
     }
     vector = PyMem_Malloc((size_t)total * sizeof(PyObject *));
     if (vector == NULL) {
+        Py_DECREF(given.instead);
         return PyErr_NoMemory();
     }
     memcpy(vector, args, (size_t)total * sizeof(PyObject *));
-    vector[at] = mean;
+    vector[given.at] = given.instead;
     result = interceptor_other(self, vector, (size_t)n, kwnames);
+    Py_DECREF(given.instead);
     PyMem_Free(vector);
     return result;
 }

@@ -50,11 +50,15 @@ oomkit_given_note(interceptor_object *self, PyObject *const *args,
                   Py_ssize_t positional, PyObject *kwnames)
 {
     oomkit_call *call = self->call;
+    const oomkit_held_arguments given = {.target = self->target,
+                                         .args = args,
+                                         .positional = positional,
+                                         .kwnames = kwnames};
     Py_ssize_t i, n = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
 
     for (i = 0; i < n; i++) {
         double value;
-        int number = oomkit_metric_number(call->st, args[i], &value);
+        int number = oomkit_number_of(call->st, args[i], &value);
         if (number < 0 || (number == 0 && given_check(self, args[i]) < 0)) {
             return -1;
         }
@@ -65,8 +69,7 @@ oomkit_given_note(interceptor_object *self, PyObject *const *args,
                                 "of the batch");
         }
     }
-    return n == 0 ? 0
-                  : oomkit_metrics_note(call, self->target, args, positional, kwnames);
+    return n == 0 ? 0 : oomkit_tell_arguments_given(call, &given);
 }
 
 /* The closure, so that what it returns is looked at. New reference or NULL. */
@@ -81,18 +84,19 @@ PyObject *
 oomkit_given_settle(interceptor_object *self, PyObject *const *args,
                     Py_ssize_t positional, PyObject *kwnames)
 {
-    Py_ssize_t i, at = -1;
-    Py_ssize_t n = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    Py_ssize_t i, n = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
+    oomkit_held_arguments given = {self->target, args, positional, kwnames, NULL, 0};
     OWNED PyObject *mean = NULL, *result = NULL;
-    int state = oomkit_metrics_settle(self->call, self->target, args, positional,
-                                      kwnames, &mean, &at);
+    const int settled = oomkit_tell_arguments_settle(self->call, &given);
 
-    if (state < 0) {
+    mean = given.instead;
+    if (settled < 0) {
         return NULL;
     }
     result = PyTuple_New(n);
     for (i = 0; result != NULL && i < n; i++) {
-        PyObject *value = state == 1 && i == at ? Py_NewRef(mean) /* owned, stolen */
+        PyObject *value = mean != NULL && i == given.at
+                              ? Py_NewRef(mean) /* owned, stolen */
                           : oomkit_interceptor_is_closure(args, positional, kwnames, i)
                               ? given_closure(self, args[i])
                               : Py_NewRef(args[i]);

@@ -48,7 +48,7 @@ clearing_list_has_nothing(oomkit_call *call, PyObject *params)
             return 0;
         }
     }
-    if (oomkit_earlier_grads_cleared(call, params) < 0) {
+    if (oomkit_tell_gradients_cleared(call, params) < 0) {
         return -1;
     }
     for (i = 0; i < count && nothing == 1; i += CLEARING_CHUNK) {

@@ -40,13 +40,6 @@ oomkit_host_grads_possible(oomkit_call *call)
     return spare == OOMKIT_UNKNOWN || bytes < spare;
 }
 
-int
-oomkit_host_grads_are_next(const oomkit_call *call)
-{
-    return call->cut->plan.rung < OOMKIT_RUNG_GRADIENTS &&
-           oomkit_rung_allowed(call, OOMKIT_RUNG_GRADIENTS);
-}
-
 /* --- one gradient --- */
 
 /* The number of a parameter. Gradients come about in the order of the last one, so that

@@ -114,6 +114,13 @@ oomkit_rung_used(oomkit_call *call, oomkit_rung rung, const char *detail)
                       detail == NULL ? "" : "; ", detail == NULL ? "" : detail);
 }
 
+int
+oomkit_host_grads_are_next(const oomkit_call *call)
+{
+    return call->cut->plan.rung < OOMKIT_RUNG_GRADIENTS &&
+           oomkit_rung_allowed(call, OOMKIT_RUNG_GRADIENTS);
+}
+
 /* --- up and down --- */
 
 /* Room between budget and what would be there if no state were on the host. */

@@ -206,63 +206,6 @@ groups_set_late(oomkit_call *call, PyObject *groups, const late_groups *late)
     return NULL;
 }
 
-/* Where a scheduler is: (its epoch, and how far in it with warm restarts by fractions
- * of one), None for what it has not. New reference or NULL. */
-static PyObject *
-epoch_of(PyObject *scheduler)
-{
-    OWNED PyObject *name = PyUnicode_FromString("T_cur"), *epoch = NULL, *in_it = NULL;
-    int has = oomkit_has_attribute_string(scheduler, "last_epoch");
-
-    if (name == NULL || has < 0) {
-        return NULL;
-    }
-    epoch = has ? PyObject_GetAttrString(scheduler, "last_epoch") : Py_NewRef(Py_None);
-    in_it = epoch == NULL ? NULL : oomkit_own_attribute(scheduler, name);
-    if (epoch == NULL || (in_it == NULL && PyErr_Occurred())) {
-        return NULL;
-    }
-    /* What is no plain number may be another one at each read. */
-    return PyTuple_Pack(2, epoch,
-                        in_it != NULL &&
-                                (PyLong_CheckExact(in_it) || PyFloat_CheckExact(in_it))
-                            ? in_it
-                            : Py_None);
-}
-
-/* --- schedulers, while split --- */
-
-/* Before a split attempt: where every scheduler is. 0 or -1. */
-int
-oomkit_owners_epochs_note(oomkit_call *call)
-{
-    oomkit_memo_drop(&call->entry.owners.epochs);
-    EACH_OWNER (scheduler, call->parts, OWNERS_OF(OOMKIT_OWNER_SCHEDULER)) {
-        if (oomkit_memo_add(&call->entry.owners.epochs, scheduler.object,
-                            epoch_of(scheduler.object)) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* A scheduler that moved although its step is held back (its bound step() was kept in a
- * variable): 1 with *scheduler (borrowed), 0, -1. */
-int
-oomkit_owners_epochs_moved(oomkit_call *call, PyObject **scheduler)
-{
-    EACH_MEMO (mark, call->entry.owners.epochs) {
-        OWNED PyObject *epoch = epoch_of(mark.object);
-        int same =
-            epoch == NULL ? -1 : PyObject_RichCompareBool(epoch, mark.saved, Py_EQ);
-        if (same != 1) {
-            *scheduler = mark.object;
-            return same < 0 ? -1 : 1;
-        }
-    }
-    return 0;
-}
-
 /* A learning rate that changes in every micro-batch: asked at each step() after the
  * first micro-batch's, held back or not. 0, or -1 with SplitError. */
 int

@@ -109,18 +109,6 @@ oomkit_undo_new_values(const oomkit_state_item *items, Py_ssize_t count);
 int
 oomkit_optimizer_failed_in_init(oomkit_state *st, PyObject *exception);
 
-/* --- scheduler_args.c --- */
-/* Arguments of schedulers and optimizers that are held back. */
-int
-oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value);
-int
-oomkit_metrics_note(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
-                    Py_ssize_t positional, PyObject *kwnames);
-int
-oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
-                      Py_ssize_t positional, PyObject *kwnames, PyObject **mean,
-                      Py_ssize_t *at);
-
 int
 oomkit_hyperparams_refuse_moved(oomkit_call *call, PyObject *optimizer);
 

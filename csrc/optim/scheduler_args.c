@@ -15,46 +15,6 @@ struct oomkit_metric {
     double value, weight;
 };
 
-/* The number that an argument stands for: 1 and *value, 0 when it is none, -1. */
-int
-oomkit_metric_number(oomkit_state *st, PyObject *argument, double *value)
-{
-    OWNED PyObject *item = NULL, *number = NULL;
-
-    if (oomkit_tensor_check(st, argument)) {
-        Py_ssize_t n; /* what float() accepts has one element */
-        OWNED PyObject *numel = PyObject_CallMethod(argument, "numel", NULL);
-        if (numel == NULL) {
-            return -1;
-        }
-        n = PyLong_AsSsize_t(numel);
-        if (n != 1) {
-            return n == -1 && PyErr_Occurred() ? -1 : 0;
-        }
-        item = PyObject_CallMethod(argument, "item", NULL);
-        if (item == NULL) { /* torch warns of float() where a gradient is wanted */
-            return -1;
-        }
-    } else if (argument == Py_None || PyUnicode_Check(argument) ||
-               Py_TYPE(argument)->tp_as_number == NULL ||
-               (Py_TYPE(argument)->tp_as_number->nb_float == NULL &&
-                Py_TYPE(argument)->tp_as_number->nb_index == NULL)) {
-        return 0;
-    }
-    number = PyNumber_Float(item != NULL ? item : argument);
-    if (number == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
-            !PyErr_ExceptionMatches(PyExc_ValueError) &&
-            !PyErr_ExceptionMatches(PyExc_OverflowError)) {
-            return -1;
-        }
-        PyErr_Clear(); /* an array, an int without a float: the scheduler's to judge */
-        return 0;
-    }
-    *value = PyFloat_AS_DOUBLE(number);
-    return 1;
-}
-
 static int
 metric_append(oomkit_call *call, const oomkit_metric *metric)
 {
@@ -102,16 +62,16 @@ is_floating(oomkit_state *st, PyObject *metric)
 
 /* Is argument `i` the metric of a ReduceLROnPlateau? */
 static int
-is_metric(oomkit_call *call, PyObject *scheduler, Py_ssize_t i, Py_ssize_t positional,
-          PyObject *kwnames)
+is_metric(const oomkit_call *call, const oomkit_held_arguments *given, Py_ssize_t i)
 {
-    if (!is_plateau(call, scheduler)) {
+    if (!is_plateau(call, given->target)) {
         return 0;
     }
-    return i < positional
+    return i < given->positional
                ? i == 0
                : PyUnicode_CompareWithASCIIString(
-                     PyTuple_GET_ITEM(kwnames, i - positional), "metrics") == 0;
+                     PyTuple_GET_ITEM(given->kwnames, i - given->positional),
+                     "metrics") == 0;
 }
 
 /* A mean over rows is known only for a figure that is itself one. Asked in the first
@@ -143,23 +103,23 @@ metric_check(oomkit_call *call, PyObject *scheduler, PyObject *metric)
         Py_TYPE(scheduler)->tp_name, why);
 }
 
-/* Notes the arguments of a scheduler's call, held back or not. 0 or -1. */
-int
-oomkit_metrics_note(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
-                    Py_ssize_t positional, PyObject *kwnames)
+static int
+metrics_note(oomkit_call *call, const oomkit_held_arguments *given)
 {
+    PyObject *const *args = given->args;
     Py_ssize_t i,
-        total = positional + (kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames));
-    oomkit_metric metric = {.target = scheduler,
+        total = given->positional +
+                (given->kwnames == NULL ? 0 : PyTuple_GET_SIZE(given->kwnames));
+    oomkit_metric metric = {.target = given->target,
                             .slice = call->cut->at,
                             .weight = call->cut->weights[call->cut->at],
-                            .call = metric_calls(call, scheduler)};
+                            .call = metric_calls(call, given->target)};
 
     for (i = 0; i < total; i++) {
-        int is_number = oomkit_metric_number(call->st, args[i], &metric.value);
-        if (is_number < 0 || (is_number && !call->is_last &&
-                              is_metric(call, scheduler, i, positional, kwnames) &&
-                              metric_check(call, scheduler, args[i]) < 0)) {
+        int is_number = oomkit_number_of(call->st, args[i], &metric.value);
+        if (is_number < 0 ||
+            (is_number && !call->is_last && is_metric(call, given, i) &&
+             metric_check(call, given->target, args[i]) < 0)) {
             return -1;
         }
         metric.argument = (int)i;
@@ -226,58 +186,51 @@ metric_object(oomkit_state *st, PyObject *like, double mean)
 /* May the mean of argument `i` take its place? Of an optimizer's any figure: the loss
  * that it is given. 1, 0 or -1. */
 static int
-may_average(oomkit_call *call, PyObject *target, PyObject *const *args, Py_ssize_t i,
-            Py_ssize_t positional, PyObject *kwnames)
+may_average(oomkit_call *call, const oomkit_held_arguments *given, Py_ssize_t i)
 {
-    return PyObject_TypeCheck(target, (PyTypeObject *)call->st->Optimizer)
-               ? is_floating(call->st, args[i])
-               : is_metric(call, target, i, positional, kwnames);
+    return PyObject_TypeCheck(given->target, (PyTypeObject *)call->st->Optimizer)
+               ? is_floating(call->st, given->args[i])
+               : is_metric(call, given, i);
 }
 
-/* Before the one real call: 1 when *mean (owned) takes the place of argument *at, 0
- * when the arguments are right as they are, -1 with SplitError. */
-int
-oomkit_metrics_settle(oomkit_call *call, PyObject *scheduler, PyObject *const *args,
-                      Py_ssize_t positional, PyObject *kwnames, PyObject **mean,
-                      Py_ssize_t *at)
+static int
+metrics_settle(oomkit_call *call, oomkit_held_arguments *given)
 {
-    int i, which = metric_calls(call, scheduler) - 1, result = 0;
+    int i, which = metric_calls(call, given->target) - 1;
     double value;
 
     for (i = 0; i < call->cut->scheduled.count && which >= 0; i++) {
         const oomkit_metric *m = &call->cut->scheduled.items[i];
         int state, may;
-        if (m->target != scheduler || m->slice != call->cut->at || m->call != which) {
+        if (m->target != given->target || m->slice != call->cut->at ||
+            m->call != which) {
             continue;
         }
         state = metric_mean(call, m, &value);
         if (state == 2) {
             continue;
         }
-        may = state == 0 || result == 1 ? 0
-                                        : may_average(call, scheduler, args,
-                                                      m->argument, positional, kwnames);
+        may = state == 0 || given->instead != NULL
+                  ? 0
+                  : may_average(call, given, m->argument);
         if (may < 0) {
-            Py_CLEAR(*mean);
             return -1;
         }
         if (!may) {
-            Py_CLEAR(*mean);
             return oomkit_refuse_split(
                 call,
                 "%s.step() is called with a different argument in each micro-batch; "
                 "compute it outside the step, or guard the line that counts with `if "
                 "oomkit.current().is_last:`" SEE("step-arguments"),
-                Py_TYPE(scheduler)->tp_name);
+                Py_TYPE(given->target)->tp_name);
         }
-        *at = m->argument;
-        *mean = metric_object(call->st, args[m->argument], value);
-        if (*mean == NULL) {
+        given->at = m->argument;
+        given->instead = metric_object(call->st, given->args[m->argument], value);
+        if (given->instead == NULL) {
             return -1;
         }
-        result = 1;
     }
-    return result;
+    return 0;
 }
 
 static void
@@ -292,5 +245,7 @@ metrics_call_ends(oomkit_call *call)
     MEMORY_CLEAR(call->cut->scheduled.items);
 }
 
-const oomkit_rule oomkit_scheduler_args_rule = {.attempt_ends = metrics_attempt_ends,
+const oomkit_rule oomkit_scheduler_args_rule = {.arguments_given = metrics_note,
+                                                .arguments_settle = metrics_settle,
+                                                .attempt_ends = metrics_attempt_ends,
                                                 .call_ends = metrics_call_ends};

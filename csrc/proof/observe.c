@@ -250,7 +250,10 @@ proof_update(interceptor_object *self, PyObject *optimizer, PyObject *const *arg
     oomkit_call *call = self->call;
     OWNED PyObject *mean = NULL, *positional = NULL, *named = NULL, *done = NULL;
     OWNED PyObject *given = NULL;
-    Py_ssize_t at = 0;
+    oomkit_held_arguments held = {.target = self->target,
+                                  .args = args,
+                                  .positional = PyVectorcall_NARGS(nargsf),
+                                  .kwnames = kwnames};
     int settled = 0;
 
     if (self->name == call->st->str_unscale) {
@@ -263,11 +266,11 @@ proof_update(interceptor_object *self, PyObject *optimizer, PyObject *const *arg
         }
         args = PySequence_Fast_ITEMS(given);
     } else if (self->kind == OOMKIT_OWNER_SCHEDULER) {
-        settled = oomkit_metrics_settle(
-            call, self->target, args, PyVectorcall_NARGS(nargsf), kwnames, &mean, &at);
+        settled = oomkit_tell_arguments_settle(call, &held);
+        mean = held.instead;
     }
-    if (settled >= 0 &&
-        watch_arguments(args, nargsf, kwnames, mean, at, &positional, &named) == 0) {
+    if (settled >= 0 && watch_arguments(args, nargsf, kwnames, mean, held.at,
+                                        &positional, &named) == 0) {
         EXEMPT (call->st) {
             done = PyObject_CallMethod(
                 call->proof->judge, "update", "OOOOO", self->target, self->name,

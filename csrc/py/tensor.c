@@ -255,3 +255,42 @@ oomkit_tensor_sample(const oomkit_state *st, PyObject *tensor)
 
     return st->bridge->sample(local, st->impl_offset);
 }
+
+int
+oomkit_number_of(oomkit_state *st, PyObject *argument, double *value)
+{
+    OWNED PyObject *item = NULL, *number = NULL;
+
+    if (oomkit_tensor_check(st, argument)) {
+        Py_ssize_t n; /* what float() accepts has one element */
+        OWNED PyObject *numel = PyObject_CallMethod(argument, "numel", NULL);
+        if (numel == NULL) {
+            return -1;
+        }
+        n = PyLong_AsSsize_t(numel);
+        if (n != 1) {
+            return n == -1 && PyErr_Occurred() ? -1 : 0;
+        }
+        item = PyObject_CallMethod(argument, "item", NULL);
+        if (item == NULL) { /* torch warns of float() where a gradient is wanted */
+            return -1;
+        }
+    } else if (argument == Py_None || PyUnicode_Check(argument) ||
+               Py_TYPE(argument)->tp_as_number == NULL ||
+               (Py_TYPE(argument)->tp_as_number->nb_float == NULL &&
+                Py_TYPE(argument)->tp_as_number->nb_index == NULL)) {
+        return 0;
+    }
+    number = PyNumber_Float(item != NULL ? item : argument);
+    if (number == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
+            !PyErr_ExceptionMatches(PyExc_ValueError) &&
+            !PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            return -1;
+        }
+        PyErr_Clear(); /* an array, an int without a float: the scheduler's to judge */
+        return 0;
+    }
+    *value = PyFloat_AS_DOUBLE(number);
+    return 1;
+}

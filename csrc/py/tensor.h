@@ -107,4 +107,9 @@ oomkit_tensor_mark(oomkit_state *st, PyObject *tensor, const oomkit_tensor_facts
 int
 oomkit_tensor_calibrate(oomkit_state *st);
 
+/* The number that a value stands for, a tensor of one element too: 1 and *value; 0 when
+ * it is none; -1. */
+int
+oomkit_number_of(oomkit_state *st, PyObject *value, double *number);
+
 #endif

@@ -48,8 +48,8 @@ ranks_call(oomkit_call *call, const char *method, PyObject *argument)
     return answer;
 }
 
-static int
-ranks_ask(oomkit_call *call, const char *method)
+int
+oomkit_ranks_ask(oomkit_call *call, const char *method)
 {
     return ranks_answer(call, ranks_call(call, method, NULL)) < 0 ? -1 : 0;
 }
@@ -187,20 +187,13 @@ oomkit_ranks_back(oomkit_call *call)
 int
 oomkit_ranks_proof_begins(oomkit_call *call)
 {
-    return oomkit_ranks_agreed(call) ? ranks_ask(call, "proof_begins") : 0;
+    return oomkit_ranks_agreed(call) ? oomkit_ranks_ask(call, "proof_begins") : 0;
 }
 
 int
 oomkit_ranks_proof_ends(oomkit_call *call)
 {
-    return oomkit_ranks_agreed(call) ? ranks_ask(call, "proof_ends") : 0;
-}
-
-/* Slices are there: no collective may overlap with their backwards. */
-static int
-ranks_attempt_begins(oomkit_call *call)
-{
-    return oomkit_ranks_agreed(call) ? ranks_ask(call, "attempt_begins") : 0;
+    return oomkit_ranks_agreed(call) ? oomkit_ranks_ask(call, "proof_ends") : 0;
 }
 
 /* Do gradients of this backward go to the other ranks? Those of a proof and of earlier
@@ -217,13 +210,13 @@ oomkit_ranks_backward_begins(oomkit_call *call)
 {
     return !ranks_concerns(call)           ? 0
            : oomkit_ranks_settle(call) < 0 ? -1
-                                           : ranks_ask(call, "backward_begins");
+                                           : oomkit_ranks_ask(call, "backward_begins");
 }
 
 int
 oomkit_ranks_backward_ends(oomkit_call *call)
 {
-    return ranks_concerns(call) ? ranks_ask(call, "backward_ends") : 0;
+    return ranks_concerns(call) ? oomkit_ranks_ask(call, "backward_ends") : 0;
 }
 
 /* The update of some rank is tight: all keep copies, as with optimizer_safety="parts".
@@ -291,14 +284,14 @@ oomkit_ranks_settle(oomkit_call *call)
 {
     return oomkit_ranks_agreed(call) && oomkit_ranks_will_settle(call) &&
                    call->proof == NULL
-               ? ranks_ask(call, "settle")
+               ? oomkit_ranks_ask(call, "settle")
                : 0;
 }
 
 int
 oomkit_ranks_returned(oomkit_call *call)
 {
-    return oomkit_ranks_will_commit(call) ? ranks_ask(call, "returned")
+    return oomkit_ranks_will_commit(call) ? oomkit_ranks_ask(call, "returned")
                                           : oomkit_ranks_settle(call);
 }
 
@@ -331,34 +324,31 @@ oomkit_ranks_whole_returns(oomkit_call *call, PyObject *result)
                                          "distributed"));
 }
 
-/* An attempt has failed here, and everything is back: the others are told if they have
- * seen anything of it. */
+/* No vote of this attempt has been: another one begins. 0 or -1. */
 static int
-ranks_before_retry(oomkit_call *call)
+ranks_anew(oomkit_call *call, const char *why)
 {
     PyObject *done; /* owned */
 
     if (!oomkit_ranks_agreed(call)) {
         return 0;
     }
-    done = ranks_call(call, "failed", NULL);
+    done = ranks_call(call, why, NULL);
     ranks_not_come(call);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
 int
+oomkit_ranks_failed(oomkit_call *call)
+{
+    return ranks_anew(call, "failed");
+}
+
+int
 oomkit_ranks_again(oomkit_call *call)
 {
-    PyObject *done; /* owned */
-
-    if (!oomkit_ranks_agreed(call)) {
-        return 0;
-    }
-    done = ranks_call(call, "again", NULL);
-    ranks_not_come(call);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
+    return ranks_anew(call, "again");
 }
 
 void
@@ -388,69 +378,6 @@ oomkit_ranks_leave(oomkit_call *call, PyObject *exception)
     ranks_not_come(call);
     call->ranks.sharded = 0;
 }
-
-static int
-ranks_micro_returns(oomkit_call *call, PyObject *result)
-{
-    oomkit_tensor_facts facts;
-    int wanted = 0;
-
-    if (oomkit_ranks_agreed(call) && call->backward.done == 0 && call->proof == NULL) {
-        wanted = oomkit_result_wants_backward(call->st, result, NULL, &facts);
-    }
-    return wanted <= 0
-               ? wanted
-               : oomkit_refuse_step(
-                     call,
-                     "it returns its loss to a caller that runs backward(), which "
-                     "several ranks cannot repeat; call backward() inside the step" SEE(
-                         "distributed"));
-}
-
-static int
-ranks_micro_begins(oomkit_call *call)
-{
-    return oomkit_ranks_agreed(call) ? ranks_ask(call, "micro_begins") : 0;
-}
-
-/* A rule wants another attempt: of a model that is sharded all ranks make it, and of
- * another one where they may have seen anything of this one. */
-static int
-ranks_before_restart(oomkit_call *call, int why)
-{
-    return why == OOMKIT_RESTART_ROWS ||
-                   (call->ranks.sharded && why != OOMKIT_RESTART_RANKS)
-               ? ranks_before_retry(call)
-               : 0;
-}
-
-/* global_weight=: beside what the micro-batch counts among those of this rank. */
-static int
-ranks_backward_weight(oomkit_call *call, oomkit_backward *backward)
-{
-    const oomkit_ranked *ranks = &call->ranks;
-
-    if (ranks->shares == NULL) {
-        return 0;
-    }
-    if (ranks->share_count > 1 && call->backward.done >= ranks->share_count) {
-        return oomkit_refuse(
-            call,
-            "auto_batch(weight=...) must return one weight for each backward() of the "
-            "step: got %zd, expected at least %d" SEE("weight"),
-            ranks->share_count, call->backward.done + 1);
-    }
-    backward->weight *= ranks->shares[ranks->share_count > 1 ? call->backward.done : 0];
-    return 0;
-}
-
-const oomkit_rule oomkit_rank_weights_rule = {.backward_begins = ranks_backward_weight};
-
-const oomkit_rule oomkit_ranks_rule = {.attempt_begins = ranks_attempt_begins,
-                                       .micro_begins = ranks_micro_begins,
-                                       .micro_returns = ranks_micro_returns,
-                                       .before_retry = ranks_before_retry,
-                                       .before_restart = ranks_before_restart};
 
 static PyObject *
 ranks_rank_is(PyObject *module, PyObject *number)

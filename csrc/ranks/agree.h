@@ -88,9 +88,17 @@ int
 oomkit_ranks_proof_begins(oomkit_call *call);
 int
 oomkit_ranks_proof_ends(oomkit_call *call);
-/* Another rank has failed, and everything is back here, too. 0 or -1. */
+/* An attempt has failed here, and everything is back: the others are told if they have
+ * seen anything of it. And another rank has failed, and everything is back here, too. 0
+ * or -1. */
+int
+oomkit_ranks_failed(oomkit_call *call);
 int
 oomkit_ranks_again(oomkit_call *call);
+/* A method of the agreement that answers with 1 where another rank has failed, which
+ * ends the attempt here. 0 or -1. */
+int
+oomkit_ranks_ask(oomkit_call *call, const char *method);
 /* The call has ended: have all of its updates been made? */
 static inline void
 oomkit_ranks_note_updated(oomkit_call *call, int updated)

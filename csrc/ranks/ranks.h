@@ -5,6 +5,6 @@
 #include "../call/events.h"
 
 extern PyType_Spec oomkit_vote_spec;                                  /* vote_type.c */
-extern const oomkit_rule oomkit_ranks_rule, oomkit_rank_weights_rule; /* agree.c */
+extern const oomkit_rule oomkit_ranks_rule, oomkit_rank_weights_rule; /* rank_rules.c */
 
 #endif

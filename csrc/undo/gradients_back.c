@@ -405,8 +405,9 @@ oomkit_earlier_grads_leave(oomkit_call *call)
     return call->cut->at > 0 ? oomkit_split_alone(call) : -1;
 }
 
-int
-oomkit_earlier_grads_cleared(oomkit_call *call, PyObject *params)
+/* What stands in for those that the step clears goes. */
+static int
+earlier_cleared(oomkit_call *call, PyObject *params)
 {
     oomkit_earlier_grads *e = &call->entry.earlier;
     Py_ssize_t i, k, at = 0; /* mostly they come in the same order */
@@ -493,10 +494,11 @@ oomkit_earlier_grads_free(oomkit_call *call)
 
 const oomkit_rule oomkit_earlier_grads_rule = {.micro_begins = earlier_micro_begins};
 
-const oomkit_rule oomkit_earlier_grads_shown_rule = {.backward_begins =
-                                                         earlier_backward_begins,
-                                                     .micro_left = earlier_micro_left,
-                                                     .micro_ends = earlier_micro_ends};
+const oomkit_rule oomkit_earlier_grads_shown_rule = {
+    .backward_begins = earlier_backward_begins,
+    .gradients_cleared = earlier_cleared,
+    .micro_left = earlier_micro_left,
+    .micro_ends = earlier_micro_ends};
 
 /* 0 every gradient is as at the marks (or set aside); 1 refused: *why and *which (owned
  * parameter) tell; -1 error. Nothing is changed when it refuses. */

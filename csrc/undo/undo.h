@@ -180,9 +180,6 @@ oomkit_earlier_grads_show(oomkit_call *call);
  * -1. */
 int
 oomkit_earlier_grads_leave(oomkit_call *call);
-/* The step clears the gradients of these parameters (a list). 0 or -1. */
-int
-oomkit_earlier_grads_cleared(oomkit_call *call, PyObject *params);
 void
 oomkit_earlier_grads_free(oomkit_call *call);
 

@@ -13,6 +13,7 @@ from house.sources import CSRC, FOLDERS, PLAIN, ROOT, House, functions, house
 
 MOST_FILES, LONGEST_FILE, LONGEST_FUNCTION = 20, 900, 60
 MOST_FIELDS = 32  # of oomkit_call; may only fall
+RULE = re.compile(r"^const oomkit_rule (\w+) =", re.MULTILINE)
 SHARED = {"py/state.h", "call/call.h", "call/call_types.h"}  # many files need these
 
 
@@ -97,16 +98,31 @@ def rules_named(text: str) -> set[str]:
 
 
 def test_the_wiring_alone_names_the_rules() -> None:
-    defined = {
-        rule: name
-        for name in FILES
-        for rule in re.findall(r"^const oomkit_rule (\w+) =", HOUSE.text[name], re.MULTILINE)
-    }
+    defined = {rule: name for name in FILES for rule in RULE.findall(HOUSE.text[name])}
     assert rules_named(HOUSE.text["module/wiring.c"]) == set(defined)
     for name in FILES:
         named = rules_named(HOUSE.text[name])
         if name.endswith(".c") and name != "module/wiring.c":
             assert {rule for rule in named if defined[rule] != name} == set(), name
+
+
+def rules_used(of: House) -> list[str]:
+    """Functions of a rule's file that the engine or an interceptor names.
+
+    Those of `undo` stand beside what they mark: the engine takes and puts back resources.
+    """
+    rules = {name for name, text in of.text.items() if RULE.search(text)}
+    return [
+        f"{user} {function}"
+        for user, function, home in of.uses()
+        if user.partition("/")[0] in {"engine", "hook"}
+        and home in rules
+        and home.partition("/")[0] != "undo"
+    ]
+
+
+def test_the_engine_and_the_interceptors_name_no_rule() -> None:
+    assert rules_used(HOUSE) == []
 
 
 def test_no_header_is_everywhere() -> None:
@@ -191,6 +207,15 @@ def test_a_use_that_points_up_is_found() -> None:
 def test_what_is_static_belongs_to_its_file() -> None:
     helper = "static int\nhelper(void)\n{\n    return 1;\n}\n"
     assert _planted(low_a="int\nx(void)\n{\n    return helper();\n}\n", high_b=helper).uses() == []
+
+
+def test_a_rule_that_is_named_is_found() -> None:
+    rule = "int\nrule_acts(void)\n{\n}\nconst oomkit_rule some_rule = {0};\n"
+    user = "int\nfirst(void)\n{\n    return rule_acts();\n}\n"
+    found = House(("undo", "accum", "engine"))
+    for name, text in (("accum/a.c", rule), ("engine/b.c", user), ("accum/c.c", user)):
+        found.add(name, text)
+    assert rules_used(found) == ["engine/b.c rule_acts"]
 
 
 def test_a_long_function_is_found() -> None:
