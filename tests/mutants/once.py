@@ -337,7 +337,7 @@ MUTANTS = [
     Mutant(
         "fractions-of-an-epoch-unseen",
         "warm restarts by fractions of an epoch are a scheduler's",
-        "csrc/optim/hyperparams.c",
+        "csrc/optim/user_state.c",
         'PyUnicode_FromString("T_cur")',
         'PyUnicode_FromString("T_cure")',
         ("optim/test_once_schedulers.py::test_warm_restarts_by_fractions_of_an_epoch[2]",),
