@@ -87,7 +87,7 @@ offload_enter(oomkit_call *call)
         call->cut->offload = kept == NULL
                                  ? NULL
                                  : oomkit_offload_new(call->st, call->device, kept,
-                                                      oomkit_host_spare(call->st));
+                                                      oomkit_host_left(call));
         if (call->cut->offload == NULL) {
             return -1;
         }

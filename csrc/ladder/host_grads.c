@@ -10,6 +10,7 @@
 #include "activations.h"
 #include "ladder.h"
 #include "../device/device.h"
+#include "../optim/update_part.h"
 #include "../py/modes.h"
 #include "../py/tensor.h"
 #include "../sizes/sizes.h"
@@ -31,13 +32,13 @@ is_wanted(oomkit_call *call)
 int
 oomkit_host_grads_possible(oomkit_call *call)
 {
-    const uint64_t spare = oomkit_host_spare(call->st);
+    const uint64_t left = oomkit_host_left(call);
     const uint64_t bytes = call->step->gradient_bytes;
 
     if (bytes == 0 || call->batch.rows < 2 || oomkit_ranks_agreed(call)) {
         return 0;
     }
-    return spare == OOMKIT_UNKNOWN || bytes < spare;
+    return oomkit_host_share_of(call, bytes) < left;
 }
 
 /* --- one gradient --- */

@@ -4,6 +4,7 @@
  * step() outside every protected call finds them on the device again.
  *
  * Under a budget of the CPU the host is what is allocated outside it. */
+#include "activations.h"
 #include "ahead.h"
 #include "ladder.h"
 #include "update_room.h"
@@ -254,6 +255,15 @@ oomkit_host_bytes(oomkit_call *call)
         }
     }
     return bytes;
+}
+
+uint64_t
+oomkit_host_left(oomkit_call *call)
+{
+    const uint64_t spare = oomkit_host_spare(call->st);
+    const uint64_t taken = oomkit_host_share_of(call, oomkit_host_bytes(call)) / 2;
+
+    return spare == OOMKIT_UNKNOWN ? spare : spare > taken ? spare - taken : 0;
 }
 
 int

@@ -155,6 +155,10 @@ oomkit_host_all(oomkit_call *call, uint64_t most, uint64_t *bytes);
 /* Bytes of this call's optimizers that are there now. */
 uint64_t
 oomkit_host_bytes(oomkit_call *call);
+/* Bytes of it that may still be taken: half of what is free and what they take, but for
+ * that. OOMKIT_UNKNOWN. */
+uint64_t
+oomkit_host_left(oomkit_call *call);
 /* Before an update with state on the host, which would need `needed` bytes with all of
  * it on the device, where `left` are left: is there room for it? It is counted. */
 void

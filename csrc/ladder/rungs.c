@@ -150,7 +150,7 @@ climb_next(oomkit_call *call, int highest)
     uint64_t bytes = 0;
 
     if (!call->tries.state_moved && oomkit_rung_allowed(call, OOMKIT_RUNG_STATE)) {
-        if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
+        if (oomkit_host_all(call, oomkit_host_left(call), &bytes) < 0) {
             return -1;
         }
         if (bytes > 0) {
@@ -212,7 +212,7 @@ state_resumes(oomkit_call *call, const oomkit_knowledge *known,
         !oomkit_update_known_holds(known, request->budget_bytes)) {
         return 0;
     }
-    if (oomkit_host_all(call, oomkit_host_spare(call->st), &bytes) < 0) {
+    if (oomkit_host_all(call, oomkit_host_left(call), &bytes) < 0) {
         if (!oomkit_exception_is_oom(call->st)) {
             return -1;
         }

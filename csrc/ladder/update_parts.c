@@ -825,16 +825,6 @@ parts_host_copy(PyObject *capsule, PyObject *tensor)
 static PyMethodDef host_copy_method = {"host_copy", parts_host_copy, METH_O, NULL};
 static PyMethodDef parts_method = {"step", parts_function, METH_VARARGS, NULL};
 
-/* Half of what the host has, with state that is there already. */
-static uint64_t
-host_share(oomkit_call *call)
-{
-    const uint64_t spare = oomkit_host_spare(call->st);
-    const uint64_t taken = oomkit_host_bytes(call) / 2;
-
-    return spare == OOMKIT_UNKNOWN ? spare : spare > taken ? spare - taken : 0;
-}
-
 PyObject *
 oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
                        PyObject *original, PyObject *const *args, size_t nargsf,
@@ -856,7 +846,7 @@ oomkit_update_in_parts(oomkit_call *call, PyObject *optimizer, int index,
     if (step == Py_None) {
         return Py_NewRef(Py_NotImplemented);
     }
-    oomkit_host_share_begin(call, host_share(call));
+    oomkit_host_share_begin(call, oomkit_host_left(call));
     run.hosted =
         step == NULL ? NULL : Py_XNewRef(oomkit_hosted_of(call->st, optimizer));
     if (step != NULL && !PyErr_Occurred() &&

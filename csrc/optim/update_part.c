@@ -127,10 +127,8 @@ oomkit_host_share_end(oomkit_call *call)
     call->updating.host.limited = 0;
 }
 
-/* What copies of so many bytes take: torch rounds pinned memory up to a power of two.
- */
-static uint64_t
-share_of(const oomkit_call *call, uint64_t bytes)
+uint64_t
+oomkit_host_share_of(const oomkit_call *call, uint64_t bytes)
 {
     return call->device.type == OOMKIT_DEVICE_CUDA ? 2 * bytes : bytes;
 }
@@ -139,7 +137,7 @@ int
 oomkit_host_share_take(oomkit_call *call, uint64_t bytes)
 {
     oomkit_host_share *host = &call->updating.host;
-    const uint64_t share = share_of(call, bytes);
+    const uint64_t share = oomkit_host_share_of(call, bytes);
 
     if (!host->limited) {
         return 1;
@@ -155,7 +153,8 @@ oomkit_host_share_take(oomkit_call *call, uint64_t bytes)
 void
 oomkit_host_share_give(oomkit_call *call, uint64_t bytes)
 {
-    call->updating.host.left += call->updating.host.limited ? share_of(call, bytes) : 0;
+    call->updating.host.left +=
+        call->updating.host.limited ? oomkit_host_share_of(call, bytes) : 0;
 }
 
 int

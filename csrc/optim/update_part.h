@@ -42,6 +42,10 @@ oomkit_host_share_begin(oomkit_call *call, uint64_t bytes);
 /* They may take what they need again. */
 void
 oomkit_host_share_end(oomkit_call *call);
+/* What copies of so many bytes take, at most: torch rounds pinned memory up to a power
+ * of two. */
+uint64_t
+oomkit_host_share_of(const oomkit_call *call, uint64_t bytes);
 /* Is there so much left? Then it is taken. 1, or 0 and is noted. */
 int
 oomkit_host_share_take(oomkit_call *call, uint64_t bytes);

@@ -212,3 +212,20 @@ def test_nor_for_state_that_was_there_before(times: int) -> None:
     with room(1.2), only(times * PARAMS) as machine:
         found = goes_on(program, machine, times, enough=16)
         assert found == losses[2 : 2 + len(found)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nor_by_one_call_after_the_other() -> None:
+    """Less and less memory: what is on the host already is a part of the half."""
+    with room(8.0):
+        program = Program("AdamW")
+        program.run(2)
+    program.optimizer.zero_grad()
+    with only(3 * PARAMS) as machine:
+        for _ in range(3):
+            before = program.picture()
+            with room(0.3), pytest.raises(oomkit.OutOfMemory) as caught:
+                program.run(1)
+            assert not caught.value.committed
+            assert same(program.picture(), before)
+            assert 0 < machine.taken() <= machine.bytes // 2

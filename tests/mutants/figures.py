@@ -112,6 +112,14 @@ MUTANTS = [
         ("ladder/test_host_memory.py",),
     ),
     Mutant(
+        "half-of-the-rest",
+        "state that is on the host counts as a part of the half that may be taken",
+        "csrc/ladder/host_state.c",
+        "spare > taken ? spare - taken : 0;",
+        "spare > taken ? spare : 0;",
+        ("ladder/test_host_memory.py::test_nor_by_one_call_after_the_other",),
+    ),
+    Mutant(
         "limits-of-groups-above",
         "a limit of a control group above the process's own holds",
         "oomkit/_ladder/host.py",
