@@ -589,4 +589,12 @@ MUTANTS = [
         ("optim/test_groups_back.py::"
          "test_a_refused_step_leaves_the_groups_as_they_were[popped-forward]",),
     ),
+    Mutant(
+        "refused-behind-another",
+        "an update that is refused behind another one takes that back, or says that it stays",
+        "csrc/engine/recover.c",
+        "    if (class_ == OOMKIT_CLASS_NEVER && call->refused.raised) {",
+        "    if (class_ == OOMKIT_CLASS_NEVER && call->refused.raised > 1) {",
+        ("optim/test_optimizer_faults.py::test_one_that_cannot_fit_behind_another_update",),
+    ),
 ]  # fmt: skip
