@@ -229,3 +229,28 @@ def test_nor_by_one_call_after_the_other() -> None:
             assert not caught.value.committed
             assert same(program.picture(), before)
             assert 0 < machine.taken() <= machine.bytes // 2
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 4, 6, 8])
+@pytest.mark.parametrize("size", [3.2, 2.8, 2.5])
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_were_there_are_there_again(size: float, times: int) -> None:
+    with room(size), only(times * PARAMS):
+        program = Program("AdamW")
+        model, optimizer = program.model, program.optimizer
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=program.generator)
+        before = program.picture()
+        gradients = [p.grad.numpy().copy() for p in model.parameters() if p.grad is not None]
+
+        @oomkit.auto_batch
+        def step(x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        with pytest.raises(oomkit.OutOfMemory, match="the host has no room") as caught:
+            step(program.batch())
+        assert not caught.value.committed
+        assert same(program.picture(), before)
+        assert not optimizer.state
+        assert same([p.grad.numpy() for p in model.parameters() if p.grad is not None], gradients)
