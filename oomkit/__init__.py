@@ -145,7 +145,7 @@ _fits = _C._bind(
     {
         "accept_no_gradients": _withheld.accept_no_gradients,
         "advise": _advice.advise,
-        "update_needs": _optim.update_figures,
+        "update_needs": _optim._update_figures,
         "is_independent": _optim.is_independent,
         "around_parts": _update.around_parts,
         "rows_possible": _rows.rows_possible,

@@ -253,7 +253,7 @@ def update_needs(optimizer: Any) -> tuple[int, int, int, int]:
     return parts, state_bytes(optimizer), *_temporaries(optimizer)
 
 
-def update_figures(optimizer: Any) -> tuple[int, int, int, int, int]:
+def _update_figures(optimizer: Any) -> tuple[int, int, int, int, int]:
     """The same, and a key: what one update was seen to take holds for others of its key.
 
     0: it holds for none, and is only a lower bound.

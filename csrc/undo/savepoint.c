@@ -261,7 +261,7 @@ static const resource resources[] = {
      .back = oomkit_plain_back,
      .release = oomkit_plain_release,
      .forgotten = BY_ITSELF,
-     OUTLIVES(plain),
+     OUTLIVES(plain), /* NOLINT(bugprone-sizeof-expression): a pointer it is */
      .slim = oomkit_plain_slim,
      .find_again = oomkit_plain_find_again},
     /* after plain state: their own methods have the last word */
@@ -279,7 +279,7 @@ static const resource resources[] = {
      .back = oomkit_hooks_back,
      .release = oomkit_hooks_release,
      .forgotten = WITH_NOTES,
-     OUTLIVES(hooks),
+     OUTLIVES(hooks), /* NOLINT(bugprone-sizeof-expression): likewise */
      .slim = oomkit_hooks_slim,
      .visit = oomkit_hooks_visit},
     /* last: what is put back may draw; so it is marked first */
